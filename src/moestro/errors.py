@@ -1,0 +1,28 @@
+"""The one family of errors a user can meet.
+
+Every message has the same four parts: the operation, what it got, what it needs, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class MoestroError(Exception):
+    """Base of every error moestro raises on purpose."""
+
+
+class InvalidInputError(MoestroError, ValueError):
+    """An argument has the wrong shape, dtype, device or value."""
+
+
+class UnsupportedError(MoestroError, NotImplementedError):
+    """What was asked for is well formed, but nothing here can run it."""
+
+
+def invalid_input(operation: str, *, got: str, needs: str, fix: str) -> InvalidInputError:
+    """Build an `InvalidInputError` whose text names the operation, the got, the needed and the way out."""
+    return InvalidInputError(f"[{operation}] got {got}; needs {needs}. {fix}")
+
+
+def unsupported(operation: str, *, got: str, needs: str, fix: str) -> UnsupportedError:
+    """Build an `UnsupportedError` with the same four parts as `invalid_input`."""
+    return UnsupportedError(f"[{operation}] got {got}; needs {needs}. {fix}")

@@ -1,0 +1,1 @@
+"""The operations. One folder each: the public function, its reference, its implementations, its tuning."""

@@ -1,0 +1,57 @@
+"""Order and size of the work: functions of shape and of the machine's measured roof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moestro.errors import invalid_input
+from moestro.ops.grouping.plain import block_bound
+
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def largest_first(counts: Sequence[int]) -> list[int]:
+    """Experts that have rows, most rows first, equal ones by id: the order in which to hand them to workers."""
+    return sorted((e for e, n in enumerate(counts) if n), key=lambda e: -counts[e])
+
+
+def makespan(counts: Sequence[int], num_workers: int) -> int:
+    """Rows of the busiest worker when each takes the next expert of `counts` as soon as it is free.
+
+    Raises:
+        InvalidInputError: num_workers < 1.
+    """
+    if num_workers < 1:
+        raise invalid_input("makespan", got=f"num_workers={num_workers}", needs="at least 1", fix="Count the workers.")
+    busy = [0] * num_workers
+    for count in counts:
+        free = min(range(num_workers), key=busy.__getitem__)
+        busy[free] += count
+    return max(busy)
+
+
+def choose_block_size(num_rows: int, num_experts: int, balance: float) -> int:
+    """The smallest block size whose arithmetic intensity B * G / E reaches the machine's balance.
+
+    With 16-bit weights a block schedule does B * G / E floating-point operations per byte of weights, G being
+    `block_bound`. The largest size offered is returned when none reaches the balance.
+
+    Args:
+        num_rows: R = T * K.
+        num_experts: E.
+        balance: peak FLOP/s over bytes/s, as `moestro.machine.roof(dtype).balance` measures it.
+
+    Raises:
+        InvalidInputError: num_experts < 1, or a balance that is not positive.
+    """
+    if num_experts < 1 or not balance > 0:
+        raise invalid_input(
+            "choose_block_size",
+            got=f"num_experts={num_experts}, balance={balance}",
+            needs="num_experts >= 1 and balance > 0",
+            fix="Take the balance from moestro.machine.roof(dtype).",
+        )
+    for size in BLOCK_SIZES:
+        if size * block_bound(num_rows, num_experts, size) / num_experts >= balance:
+            return size
+    return BLOCK_SIZES[-1]

@@ -1,0 +1,44 @@
+"""Branchless top-k: a score and its index share one integer word, so that words are distinct and their order total.
+
+Negative scores have their magnitude bits inverted, which makes the order of signed integers the order of the scores.
+A 16-bit score and its index fill 32 bits, a 32-bit score and its index 64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_EXPERTS = 1 << 16
+
+
+def pack(scores: Tensor) -> Tensor:
+    """Words [T, E] whose signed order is the order by (score, index): int32 for 16-bit scores, int64 for 32-bit."""
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    canonical = scores.masked_fill(scores == 0, 0.0)  # equal scores must have equal bits: -0.0 becomes 0.0
+    if scores.element_size() == 2:
+        bits = canonical.view(torch.int16).to(torch.int32)
+        ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits)
+        return (ordered << 16) | index.to(torch.int32)
+    bits = canonical.view(torch.int32).to(torch.int64)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered << 32) | index
+
+
+def unpack_index(words: Tensor) -> Tensor:
+    """The index half of words, as int64."""
+    return (words & (0xFFFF if words.dtype == torch.int32 else 0xFFFFFFFF)).long()
+
+
+def topk_by_sort(scores: Tensor, k: int) -> Tensor:
+    """Indices [T, k] by torch.topk over the words."""
+    return unpack_index(pack(scores).topk(k, dim=-1).values)
+
+
+def topk_by_rank(scores: Tensor, k: int) -> Tensor:
+    """Indices [T, k] by counting, for each word, the words above it. T * E * E comparisons, no branch, no sort."""
+    words = pack(scores)
+    rank = (words[..., None, :] > words[..., :, None]).sum(-1)
+    place = torch.where(rank < k, rank, k)
+    out = words.new_zeros(*words.shape[:-1], k + 1)
+    return unpack_index(out.scatter(-1, place, words)[..., :k])

@@ -1,0 +1,133 @@
+"""The specification: a routed-expert layer in plain torch, to be checked by eye against its formulas.
+
+Every other implementation is tested against this file. It computes in float32, or in float64 when given float64
+weights; it is slow and does not try to be anything else. T, H, I, E, K as in `moestro.types`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moestro.types import EMPTY, Activation, Routing
+from moestro.weights import ExpertWeights
+
+_FUNCTIONS = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "identity": lambda z: z,
+}
+
+
+def activate(z: Tensor, activation: Activation) -> Tensor:
+    """Between the two matmuls: [..., 2 * I] (gated) or [..., I] -> [..., I]."""
+    if activation.function is not None:
+        return activation.function(z)
+    gate, up = z, None
+    if activation.gated:
+        gate, up = (z[..., ::2], z[..., 1::2]) if activation.interleaved else z.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = None if up is None else up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "silu":
+        gate = gate * torch.sigmoid(activation.alpha * gate)
+    else:
+        gate = _FUNCTIONS[activation.kind](gate)
+    return gate if up is None else gate * (up + activation.up_offset)
+
+
+def one_expert(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
+    """E_e(x) for rows x [R, H] -> [R, H], in the dtype of x."""
+    h = x @ weights.gate_up.data[e].to(x.dtype).T
+    if weights.gate_up_bias is not None:
+        h = h + weights.gate_up_bias[e].to(x.dtype)
+    y = activate(h, weights.activation) @ weights.down.data[e].to(x.dtype).T
+    if weights.down_bias is not None:
+        y = y + weights.down_bias[e].to(x.dtype)
+    return y if weights.output_norm is None else weights.output_norm(y)
+
+
+def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """y[t] = sum over k of w[t, k] * E_{id[t, k]}(x[t]), slot after slot; id = -1 adds nothing.
+
+    Args:
+        x: [T, H].
+        routing: [T, K].
+        weights: dense formats.
+
+    Returns:
+        [T, H] in float32, or float64 if x or a weight is float64.
+    """
+    wide = torch.float64 if torch.float64 in (x.dtype, weights.gate_up.data.dtype) else torch.float32
+    x = x.to(wide)
+    y = torch.zeros_like(x)
+    for k in range(routing.top_k):
+        for e in range(weights.num_experts):
+            (tokens,) = (routing.expert_ids[:, k] == e).nonzero(as_tuple=True)
+            if len(tokens) == 0:
+                continue
+            w = routing.routing_weights[tokens, k, None].to(wide)
+            if routing.weight_on == "input":
+                y = y.index_add(0, tokens, one_expert(x[tokens] * w, weights, e))
+            else:
+                y = y.index_add(0, tokens, one_expert(x[tokens], weights, e) * w)
+    return y
+
+
+def topk(scores: Tensor, k: int) -> Tensor:
+    """Indices [T, k] of the k largest of scores [T, E], largest first; of equal scores the larger index wins."""
+    flipped = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    return scores.shape[-1] - 1 - flipped[..., :k]
+
+
+def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
+    """The most common router: softmax over all experts, then the top k, optionally renormalised over them."""
+    scores = torch.softmax(logits.float(), dim=-1)
+    ids = topk(scores, top_k)
+    weights = scores.gather(-1, ids)
+    return Routing(ids, weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+
+
+def group_limited_topk(
+    logits: Tensor, correction: Tensor, *, top_k: int, num_groups: int, top_groups: int, scale: float
+) -> Routing:
+    """DeepSeek-V3: sigmoid scores; `correction` [E] decides who is selected and never reaches the weights."""
+    scores = torch.sigmoid(logits.float())
+    biased = scores + correction
+    by_group = biased.unflatten(-1, (num_groups, -1))
+    group_score = by_group.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(-1, topk(group_score, top_groups), True)
+    ids = topk(by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2), top_k)
+    weights = scores.gather(-1, ids)
+    return Routing(ids, weights / weights.sum(-1, keepdim=True) * scale)
+
+
+def group_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[list[int], list[int], list[int]]:
+    """(token, slot) pairs in expert order, earlier pairs first: token ids, slots, offsets [E + 1]."""
+    tokens, slots, offsets = [], [], [0]
+    rows = expert_ids.tolist()
+    for e in range(num_experts):
+        for t, row in enumerate(rows):
+            for k, expert in enumerate(row):
+                if expert == e:
+                    tokens.append(t)
+                    slots.append(k)
+        offsets.append(len(tokens))
+    return tokens, slots, offsets
+
+
+def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> list[tuple[int, list[int]]]:
+    """(expert, pair ids padded with -1 to block_size) of every block that is needed, in expert order."""
+    tokens, slots, offsets = group_by_expert(expert_ids, num_experts)
+    pairs = [t * expert_ids.shape[1] + k for t, k in zip(tokens, slots, strict=True)]
+    blocks = []
+    for e in range(num_experts):
+        for start in range(offsets[e], offsets[e + 1], block_size):
+            block = pairs[start : min(start + block_size, offsets[e + 1])]
+            blocks.append((e, block + [EMPTY] * (block_size - len(block))))
+    return blocks

@@ -1,0 +1,54 @@
+"""What a process may set: the only reader of os.environ in the package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
+STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is forced by name. None leaves the choice to the priority list (or to the shape)."""
+
+    implementation: str | None = None
+    strategy: str | None = None
+
+
+_settings: ContextVar[Settings] = ContextVar(
+    "moestro_settings",
+    default=Settings(os.environ.get(IMPLEMENTATION_VARIABLE), os.environ.get(STRATEGY_VARIABLE)),
+)
+
+
+def current() -> Settings:
+    """The settings in force here."""
+    return _settings.get()
+
+
+@contextmanager
+def use(implementation: str | None = None, strategy: str | None = None) -> Iterator[None]:
+    """Force an implementation or a strategy by name for everything inside the block.
+
+    ``with moestro.use(implementation="reference"): ...``. A name that does not exist, or an entry that cannot
+    run the arguments it meets, raises `UnsupportedError` at the call: there is no silent fallback. The environment
+    variables MOESTRO_IMPLEMENTATION and MOESTRO_STRATEGY set the same two values for a whole process.
+
+    Args:
+        implementation: a name from `moestro.explain`, or None to leave it.
+        strategy: "grouped", "blockwise", "selective" or "all_experts", or None to leave it.
+    """
+    forced = replace(
+        _settings.get(),
+        **{k: v for k, v in {"implementation": implementation, "strategy": strategy}.items() if v is not None},
+    )
+    token = _settings.set(forced)
+    try:
+        yield
+    finally:
+        _settings.reset(token)

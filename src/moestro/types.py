@@ -1,0 +1,195 @@
+"""The values that travel between operations.
+
+Shape legend, used in every docstring of the package:
+    T  num_tokens           H  hidden_size            I  intermediate_size
+    E  num_experts          K  top_k (slots a token)  R  rows: (token, slot) pairs, R = T * K
+    B  block_size           G  num_blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from moestro.errors import invalid_input
+
+EMPTY = -1
+"""The expert id of an empty slot: it costs nothing and adds nothing."""
+
+WeightOn = Literal["output", "input"]
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which experts compute each token, and how much each counts.
+
+    Attributes:
+        expert_ids: integer [T, K] (int32 or int64). -1 is an empty slot. An expert named by two slots of one
+            token counts with the sum of both weights.
+        routing_weights: float32 (or float64) [T, K]. The weight of an empty slot is ignored, whatever it is.
+        weight_on: "output" for y = sum of w * E(x); "input" for y = sum of E(w * x), as Llama 4 has it.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit. Values are checked by `check`.
+    """
+
+    expert_ids: Tensor
+    routing_weights: Tensor
+    weight_on: WeightOn = "output"
+
+    def __post_init__(self) -> None:
+        ids, weights = self.expert_ids, self.routing_weights
+        if ids.dim() != 2 or weights.shape != ids.shape:
+            raise invalid_input(
+                "Routing",
+                got=f"expert_ids {list(ids.shape)} and routing_weights {list(weights.shape)}",
+                needs="two tensors of one shape [num_tokens, top_k]",
+                fix="Flatten batch and sequence into num_tokens first.",
+            )
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise invalid_input(
+                "Routing",
+                got=f"expert_ids of {ids.dtype}",
+                needs="int32 or int64",
+                fix="Use expert_ids.long().",
+            )
+        if weights.dtype not in (torch.float32, torch.float64):
+            raise invalid_input(
+                "Routing",
+                got=f"routing_weights of {weights.dtype}",
+                needs="float32 (float64 for a float64 reference)",
+                fix="Use routing_weights.float().",
+            )
+        if ids.device != weights.device:
+            raise invalid_input(
+                "Routing",
+                got=f"expert_ids on {ids.device} and routing_weights on {weights.device}",
+                needs="one device",
+                fix="Move one with .to(device).",
+            )
+        if self.weight_on not in ("output", "input"):
+            raise invalid_input(
+                "Routing", got=f"weight_on={self.weight_on!r}", needs='"output" or "input"', fix="Pick one of the two."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.expert_ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids.shape[1]
+
+    def with_ids(self, expert_ids: Tensor) -> Routing:
+        """The same weights with other ids: what every rewrite of the routing returns."""
+        return replace(self, expert_ids=expert_ids)
+
+    def check(self, num_experts: int, operation: str = "Routing") -> None:
+        """Check the values once, at a public edge. On an accelerator the check is asynchronous.
+
+        Raises:
+            InvalidInputError: an id is outside -1..num_experts-1, or the weight of a used slot is not finite.
+                (On an accelerator a device-side assertion carries the same sentence.)
+        """
+        ids = self.expert_ids
+        in_range = ((ids >= EMPTY) & (ids < num_experts)).all()
+        finite = (torch.isfinite(self.routing_weights) | (ids == EMPTY)).all()
+        if ids.device.type != "cpu" or torch.compiler.is_compiling():
+            torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
+            torch._assert_async(finite, f"[{operation}] routing_weights must be finite")
+            return
+        if not in_range:
+            low, high = torch.aminmax(ids)
+            raise invalid_input(
+                operation,
+                got=f"expert_ids from {int(low)} to {int(high)}",
+                needs=f"ids in -1..{num_experts - 1} (-1 is an empty slot)",
+                fix="Check the router's num_experts against the weights'.",
+            )
+        if not finite:
+            raise invalid_input(
+                operation,
+                got="routing_weights with NaN or infinity",
+                needs="finite weights in every used slot",
+                fix="Look for NaN in the router's input or its logits.",
+            )
+
+
+ActivationKind = Literal["silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity", "custom"]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What happens between the first and the second matmul of an expert, as data.
+
+    A gated expert computes ``act(gate) * (up + up_offset)``, a plain one ``act(up)``. ``act`` is the function
+    `kind` names; for "silu" it is ``g * sigmoid(alpha * g)``. With a `limit` L, gate is clamped to at most L and
+    up to [-L, L] before anything else (gpt-oss: alpha 1.702, limit 7, up_offset 1, interleaved).
+
+    Attributes:
+        kind: the function; "custom" uses `function`.
+        gated: whether the first matmul yields two halves, gate and up.
+        interleaved: whether gate and up alternate row by row instead of standing one after the other.
+        alpha: the slope inside the sigmoid of "silu".
+        limit: the clamp, or None.
+        up_offset: added to up before the product.
+        function: for "custom" only: maps [..., 2 * I] (gated) or [..., I] to [..., I]. Only the plain torch
+            implementation and the reference can run it.
+
+    Raises:
+        InvalidInputError: an unknown kind, or a `function` without kind "custom" (or the reverse).
+    """
+
+    kind: ActivationKind = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    function: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ActivationKind.__args__  # type: ignore[attr-defined]
+        if self.kind not in kinds:
+            raise invalid_input(
+                "Activation",
+                got=f"kind={self.kind!r}",
+                needs=f"one of {', '.join(kinds)}",
+                fix='Use kind="custom" with a function for anything else.',
+            )
+        if (self.kind == "custom") != (self.function is not None):
+            raise invalid_input(
+                "Activation",
+                got=f"kind={self.kind!r} with function={self.function!r}",
+                needs='kind="custom" and a function together, or neither',
+                fix="Set both or drop both.",
+            )
+
+
+SWIGLU = Activation()
+GPT_OSS_SWIGLU = Activation(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)
+
+
+def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
+    """Let torch.export and torch.compile carry a frozen dataclass of tensors across their boundary."""
+    names = tuple(f.name for f in fields(cls) if f.name not in static)
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        return [getattr(value, n) for n in names], tuple(getattr(value, n) for n in static)
+
+    def unflatten(children: Any, context: Any) -> Any:
+        value = object.__new__(cls)
+        for name, item in [*zip(names, children, strict=True), *zip(static, context, strict=True)]:
+            object.__setattr__(value, name, item)
+        return value
+
+    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"moestro.{cls.__qualname__}")
+
+
+register_pytree = _register_pytree
+_register_pytree(Routing, static=("weight_on",))
