@@ -1,0 +1,198 @@
+"""What this machine is, and how fast it can possibly be: its memory bandwidth and its matmul rate, measured."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_PROBE_BYTES = 1 << 30
+_SEGMENTS = 4
+_SECONDS_PER_PROBE = 0.1
+_MOST_CALLS = 64
+_X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
+_NEWER_X86_FEATURES = ("avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+_ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The fastest this machine was seen to read memory and to multiply matrices of one dtype.
+
+    Attributes:
+        bytes_per_second: reading memory that no cache holds.
+        flops_per_second: floating-point operations in large matmuls, a multiply-add counting two.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    @property
+    def balance(self) -> float:
+        """FLOP per byte at which reading and computing take equally long."""
+        return self.flops_per_second / self.bytes_per_second
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """The least time for work that needs both: reading overlaps computing perfectly."""
+        return max(nbytes / self.bytes_per_second, flops / self.flops_per_second)
+
+
+def measure(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Roof:
+    """Measure the roof now; about a second.
+
+    Bandwidth is the best of a float32 sum, a float32 matrix-vector product and a bfloat16 one (on an accelerator also
+    a copy, which counts both ways) over parts of a buffer of `probe_bytes`, each part read again only after all the
+    others. FLOP/s is the best of square matmuls of several sizes; on a CPU a 16-bit dtype also counts what float32
+    reaches, since its values can be widened.
+
+    Args:
+        dtype: of the matmuls; floating point.
+        device: "cpu", or an accelerator of this process.
+    """
+    device = torch.device(device)
+    dtypes = {dtype, torch.float32} if device.type == "cpu" and dtype.itemsize == 2 else {dtype}
+    with torch.inference_mode():
+        return Roof(_bandwidth(device), max(_matmul_rate(d, device) for d in dtypes))
+
+
+def roof(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Roof:
+    """`measure`, once per process, dtype, device and number of PyTorch threads."""
+    return _roof(dtype, str(device), torch.get_num_threads())
+
+
+@cache
+def _roof(dtype: torch.dtype, device: str, num_threads: int) -> Roof:
+    return measure(dtype, device)
+
+
+def probe_bytes(device: torch.device | str = "cpu") -> int:
+    """Size of the buffer behind the bandwidth probe: 1 GiB, or a quarter of the free memory if that is less."""
+    return max(min(_PROBE_BYTES, available_bytes(device) // 4) // 2**20 * 2**20, 2**24)
+
+
+def _bandwidth(device: torch.device) -> float:
+    parts = torch.empty(probe_bytes(device) // 4, device=device).fill_(1e-3).chunk(_SEGMENTS)
+    vector = torch.full((4096,), 0.5, device=device)
+    short = vector.bfloat16()
+    probes: list[tuple[int, Callable[[Tensor], object]]] = [
+        (1, torch.sum),
+        (1, lambda part: part.view(-1, 4096) @ vector),
+        (1, lambda part: part.view(torch.bfloat16).view(-1, 4096) @ short),
+    ]
+    if device.type != "cpu":
+        probes.append((2, torch.empty_like(parts[0]).copy_))
+    order = itertools.cycle(parts)
+    part_bytes = parts[0].numel() * parts[0].element_size()
+    return max(
+        transfers * part_bytes / seconds
+        for transfers, probe in probes
+        for seconds in _timings(lambda probe=probe: probe(next(order)), device)  # type: ignore[misc]
+    )
+
+
+def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    best = 0.0
+    for n in (1024, 2048) if device.type == "cpu" else (4096, 8192):
+        a, b = (torch.full((n, n), 0.01, device=device).to(dtype) for _ in range(2))
+        best = max(best, 2 * n**3 / min(_timings(partial(torch.mm, a, b), device)))
+    return best
+
+
+def _timings(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of repeated calls, a first one aside: at least two, then for as long as the budget lasts."""
+    call()
+    times: list[float] = []
+    while len(times) < 2 or (sum(times) < _SECONDS_PER_PROBE and len(times) < _MOST_CALLS):
+        times.append(_seconds(call, device))
+    return times
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    module = torch.get_device_module(device)
+    start_event, end_event = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    module.synchronize()
+    start_event.record()
+    call()
+    end_event.record()
+    module.synchronize()
+    return float(start_event.elapsed_time(end_event)) / 1e3
+
+
+def describe() -> dict[str, Any]:
+    """Processor, its features, threads, caches, memory and accelerators, in values that JSON can hold.
+
+    Keys: processor, architecture, features, cores, threads, cache_bytes (name -> bytes), memory_bytes,
+    memory_available_bytes, probe_bytes, accelerators, system.
+    """
+    return {
+        "processor": processor_name(),
+        "architecture": platform.machine(),
+        "features": features(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cache_bytes": cache_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_available_bytes": available_bytes(),
+        "probe_bytes": probe_bytes(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "system": platform.platform(terse=True),
+    }
+
+
+def available_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes that can be allocated now: free device memory, or what the kernel and this container leave on a CPU."""
+    device = torch.device(device)
+    if device.type != "cpu":
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        return int(free)
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
+    free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, max(int(limit) - int(used), 0)) if limit.isdigit() and used.isdigit() else free
+
+
+def cache_bytes() -> dict[str, int]:
+    """Sizes of the caches the first core sees ("L2" -> bytes; "L1d" and "L1i"), where the system tells."""
+    sizes: dict[str, int] = {}
+    for folder in sorted(_CACHES.glob("index*")):
+        level, kind, size = (_read(folder / name).strip() for name in ("level", "type", "size"))
+        found = re.fullmatch(r"(\d+)([KM]?)", size)
+        if found and level:
+            suffix = {"Data": "d", "Instruction": "i"}.get(kind, "")
+            sizes[f"L{level}{suffix}"] = int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
+    return sizes
+
+
+def processor_name() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def features() -> list[str]:
+    """The instruction sets that matter to matmuls, of those the processor lists."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    listed = set(found[1].split()) if found else set()
+    return [name for name in (*_X86_FEATURES, *_NEWER_X86_FEATURES, *_ARM_FEATURES) if name in listed]
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
