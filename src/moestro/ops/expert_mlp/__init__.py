@@ -1,0 +1,125 @@
+"""expert_mlp: the one primitive. Everything else rewrites its routing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moestro import machine, settings
+from moestro.errors import invalid_input
+from moestro.ops import _select
+from moestro.ops.expert_mlp import plain, reference, tuning
+from moestro.ops.grouping import choose_block_size
+from moestro.types import Routing
+from moestro.weights import ExpertWeights
+
+__all__ = ["expert_mlp"]
+
+
+def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+    """y[t] = sum over k of w[t, k] * E_{id[t, k]}(x[t]); an id of -1 adds nothing and costs nothing.
+
+    Args:
+        x: [T, H], float32, bfloat16, float16 or float64, on the device of the weights.
+        routing: [T, K].
+        weights: E experts of hidden size H.
+        strategy: "auto" (by shape), "grouped", "blockwise" (or "blockwise-64" to set the block size), "selective"
+            or "all_experts". All give the same result up to rounding.
+
+    Returns:
+        [T, H] in the dtype of x. Sums over slots are accumulated in float32 at least. Differentiable in x, the
+        routing weights, and the weights and biases of the experts.
+
+    Raises:
+        InvalidInputError: shapes, devices, dtypes, ids or weights do not fit; an unknown strategy.
+        UnsupportedError: a forced implementation cannot run these arguments.
+    """
+    _check(x, routing, weights)
+    routing.check(weights.num_experts, "expert_mlp")
+    return run(x, routing, weights, strategy)
+
+
+def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+    """`expert_mlp` without the checks, for a routing that is known to fit."""
+    if torch.compiler.is_compiling():
+        return library.traced(x, routing, weights, strategy)
+    if routing.expert_ids.numel() == 0:
+        return x.new_zeros(x.shape)
+    result: Tensor = _select.select("expert_mlp", x, routing, weights).call(x, routing, weights, strategy)
+    return result
+
+
+def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) -> tuple[tuning.Choice, int | None]:
+    """The strategy that will run and why, and the block size if one was named."""
+    asked, block_size = tuning.parse_strategy(strategy)
+    if asked != "auto":
+        return tuning.Choice(asked, "asked for by the caller"), block_size
+    forced = settings.current().strategy
+    if forced is not None:
+        name, block_size = tuning.parse_strategy(forced)
+        if name != "auto":
+            return tuning.Choice(name, f"forced by moestro.use or {settings.STRATEGY_VARIABLE}"), block_size
+    return tuning.choose_strategy(routing.expert_ids.numel(), weights.num_experts), None
+
+
+def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    choice, block_size = resolve_strategy(routing, weights, strategy)
+    if choice.strategy == "selective":
+        return plain.selective(x, routing, weights)
+    if choice.strategy == "grouped":
+        return plain.grouped(x, routing, weights)
+    if choice.strategy == "all_experts":
+        return plain.all_experts(x, routing, weights)
+    size = block_size or measured_block_size(x, routing, weights)
+    return plain.blockwise(x, routing, weights, size)
+
+
+def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> int:
+    """The block size for this shape on this machine, from its measured roof (about a second, once a process)."""
+    roof = machine.roof(x.dtype, x.device.type)
+    return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance)
+
+
+def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    resolve_strategy(routing, weights, strategy)
+    return reference.expert_mlp(x, routing, weights).to(x.dtype)
+
+
+def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+    if x.dim() != 2 or x.shape[1] != weights.hidden_size or not x.is_floating_point():
+        raise invalid_input(
+            "expert_mlp",
+            got=f"x {list(x.shape)} of {x.dtype}",
+            needs=f"a floating-point [num_tokens, {weights.hidden_size}]",
+            fix="Flatten batch and sequence: x.reshape(-1, hidden_size).",
+        )
+    if routing.num_tokens != x.shape[0]:
+        raise invalid_input(
+            "expert_mlp",
+            got=f"{x.shape[0]} rows of x and a routing of {routing.num_tokens} tokens",
+            needs="one row of ids for each row of x",
+            fix="Route the same tokens that you pass.",
+        )
+    devices = {x.device, routing.expert_ids.device, weights.gate_up.data.device}
+    if len(devices) > 1:
+        raise invalid_input(
+            "expert_mlp",
+            got=f"x on {x.device}, routing on {routing.expert_ids.device}, weights on {weights.gate_up.data.device}",
+            needs="one device",
+            fix="Move the tokens to the weights with .to(device).",
+        )
+
+
+def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    return None
+
+
+_select.register(
+    "expert_mlp",
+    [
+        _select.Implementation("torch", _plain_supports, _run_plain),
+        _select.Implementation("reference", _plain_supports, _run_reference),
+    ],
+)
+
+from moestro.ops.expert_mlp import library  # noqa: E402  (defines torch.ops.moestro.expert_mlp over `run`)

@@ -1,0 +1,148 @@
+"""torch.ops.moestro.expert_mlp: the primitive as one opaque node for torch.compile and torch.export.
+
+Eager calls do not pass through here (a torch.library call costs microseconds that show at T = 1); what runs inside
+the node is `moestro.ops.expert_mlp.run` all the same, so settings and strategies hold at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moestro.errors import unsupported
+from moestro.formats import dense
+from moestro.types import Activation, Routing
+from moestro.weights import ExpertWeights
+
+
+def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    """Record the node in the graph being traced.
+
+    Raises:
+        UnsupportedError: the weights carry a Python function, which a graph cannot hold.
+    """
+    if weights.activation.function is not None or weights.output_norm is not None:
+        raise unsupported(
+            "expert_mlp",
+            got="torch.compile with a custom activation function or an output_norm",
+            needs="an activation that is data",
+            fix="Describe it with Activation's fields, or keep the layer out of the graph (torch.compiler.disable).",
+        )
+    out: Tensor = torch.ops.moestro.expert_mlp(
+        x,
+        routing.expert_ids,
+        routing.routing_weights,
+        weights.gate_up.data,
+        weights.down.data,
+        weights.gate_up_bias,
+        weights.down_bias,
+        routing.weight_on,
+        encode(weights.activation),
+        strategy,
+    )
+    return out
+
+
+def encode(activation: Activation) -> str:
+    """An `Activation` without a function as a string; `decode` reads it back."""
+    a = activation
+    limit = "none" if a.limit is None else repr(float(a.limit))
+    return f"{a.kind}|{int(a.gated)}|{int(a.interleaved)}|{float(a.alpha)!r}|{limit}|{float(a.up_offset)!r}"
+
+
+def decode(text: str) -> Activation:
+    """The `Activation` that `encode` wrote."""
+    kind, gated, interleaved, alpha, limit, up_offset = text.split("|")
+    return Activation(
+        kind=kind,  # type: ignore[arg-type]
+        gated=gated == "1",
+        interleaved=interleaved == "1",
+        alpha=float(alpha),
+        limit=None if limit == "none" else float(limit),
+        up_offset=float(up_offset),
+    )
+
+
+@torch.library.custom_op("moestro::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weight_on: str,
+    activation: str,
+    strategy: str,
+) -> Tensor:
+    from moestro.ops.expert_mlp import run
+
+    weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
+    return run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
+
+
+@_expert_mlp.register_fake
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
+"""Positions of x, routing_weights, gate_up, down and the biases among the arguments."""
+
+
+@torch.library.custom_op("moestro::expert_mlp_backward", mutates_args=())
+def _expert_mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weight_on: str,
+    activation: str,
+    strategy: str,
+    needed: list[int],
+) -> list[Tensor]:
+    from moestro.ops.expert_mlp import run
+
+    tensors = [x, expert_ids, routing_weights, gate_up, down, gate_up_bias, down_bias]
+    leaves = [
+        t.detach().requires_grad_(i in needed) if isinstance(t, Tensor) and i != 1 else t for i, t in enumerate(tensors)
+    ]
+    x, _, routing_weights, gate_up, down, gate_up_bias, down_bias = leaves  # type: ignore[assignment]
+    with torch.enable_grad():
+        weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
+        y = run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
+    if not y.requires_grad:  # no tokens, or no slots
+        return [torch.zeros_like(leaves[i]) for i in needed]  # type: ignore[arg-type]
+    wanted = [leaves[i] for i in needed]
+    grads = torch.autograd.grad(y, wanted, grad, allow_unused=True)  # type: ignore[arg-type]
+    return [
+        torch.zeros_like(leaf) if g is None else g.contiguous()  # type: ignore[arg-type]
+        for leaf, g in zip(wanted, grads, strict=True)
+    ]
+
+
+@_expert_mlp_backward.register_fake
+def _(grad: Tensor, *args: Any) -> list[Tensor]:
+    return [torch.empty_like(args[i], memory_format=torch.contiguous_format) for i in args[-1]]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.words = inputs[7:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needed = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
+    grads = torch.ops.moestro.expert_mlp_backward(grad, *ctx.saved_tensors, *ctx.words, needed)
+    by_position = dict(zip(needed, grads, strict=True))
+    return tuple(by_position.get(i) for i in range(10))
+
+
+_expert_mlp.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,74 @@
+"""Which strategy, and which way to multiply: functions of shape, dtype and the processor's features."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from moestro.errors import invalid_input
+from moestro.ops.expert_mlp.matmul import Way
+
+STRATEGIES = ("grouped", "blockwise", "selective", "all_experts")
+
+SELECTIVE_ALPHA = 1.0
+SELECTIVE_MAX_PAIRS = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy and the sentence why."""
+
+    strategy: str
+    reason: str
+
+
+def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
+    """Pick by T * K against alpha * E.
+
+    Few pairs touch few experts, and a walk over the pairs themselves costs less than ordering them; from there on
+    rows are grouped by expert. Blockwise and all_experts are never faster in plain torch (docs/log.md) and run
+    only when asked for.
+    """
+    limit = min(SELECTIVE_ALPHA * num_experts, SELECTIVE_MAX_PAIRS)
+    if num_pairs <= limit:
+        return Choice("selective", f"T*K = {num_pairs} <= {limit:g} = min(alpha*E, {SELECTIVE_MAX_PAIRS})")
+    return Choice("grouped", f"T*K = {num_pairs} > {limit:g} = min(alpha*E, {SELECTIVE_MAX_PAIRS})")
+
+
+def parse_strategy(strategy: str) -> tuple[str, int | None]:
+    """"blockwise-64" -> ("blockwise", 64); any other name -> (name, None).
+
+    Raises:
+        InvalidInputError: not a strategy, or a block size that is not a positive integer.
+    """
+    name, _, size = strategy.partition("-")
+    if name in (*STRATEGIES, "auto") and (not size or (name == "blockwise" and size.isdigit() and int(size) > 0)):
+        return name, int(size) if size else None
+    raise invalid_input(
+        "expert_mlp",
+        got=f"strategy={strategy!r}",
+        needs=f'"auto" or one of {", ".join(STRATEGIES)}; "blockwise-64" also sets the block size (at least 1)',
+        fix="moestro.explain shows what each call would choose.",
+    )
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has bfloat16 dot products (AVX-512 BF16 or AMX), so that torch need not emulate them."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def choose_way(num_rows: int, dtype: torch.dtype, device_type: str) -> Way:
+    """How to multiply `num_rows` rows by a matrix of `dtype` (thresholds measured; see docs/log.md)."""
+    if device_type != "cpu" or dtype == torch.float64:
+        return Way.ROWS
+    if num_rows == 1 and dtype != torch.float16:
+        return Way.VECTOR
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16()):
+        return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
+    if dtype == torch.bfloat16:
+        return Way.COLUMNS
+    return Way.ROWS if num_rows < 4 or num_rows >= 128 else Way.COLUMNS
