@@ -1,0 +1,120 @@
+"""A roofline picture of a report: each variant's points under the roof measured in the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moestro.bench.report import by_layer, machine_line, title
+from moestro.bench.run import Report, Row
+from moestro.errors import invalid_input
+from moestro.machine import Roof
+
+OURS_COLOURS = ("#d1495b", "#e08e45", "#8f2d56", "#f2b134", "#b56576")
+PEER_COLOURS = ("#30638e", "#5b8e7d", "#7d7aa8", "#8a8d91", "#3f88c5", "#6b705c")
+PEER_MARKERS = "sD^vPX"
+INK = "#2b2d33"
+COLUMNS = 2
+
+
+def roofline(report: Report, path: str | Path) -> None:
+    """Write a picture (png, svg or pdf by the name's ending): a panel per layer and dtype.
+
+    x is FLOP per byte of active weights, y is GFLOP/s, both logarithmic; every dot is a number of tokens.
+
+    Raises:
+        InvalidInputError: the report has no measured row, or the ending names no picture format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [(key[1], rows) for key, rows in by_layer(report.rows) if any(row.gigaflops for row in rows)]
+    if not panels:
+        raise invalid_input(
+            "plot", got="a report without times", needs="a measured row", fix="See the table's reasons."
+        )
+    columns = min(COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(6.4 * columns, 4.6 * lines + 1.0), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, columns, squeeze=False).flat
+    styles = _styles(report.rows)
+    for axis, (dtype, rows) in zip(axes, panels, strict=False):
+        _panel(axis, rows, report.roofs[dtype], styles)
+    for axis in list(axes)[len(panels) :]:
+        axis.set_visible(False)
+    handles = [figure.axes[0].plot([], [], label=name, **style)[0] for name, style in styles.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(styles), 5), frameon=False)
+    figure.suptitle(f"{machine_line(report.machine)}\n{report.date[:10]}", fontsize=9, color=INK)
+    supported = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.lstrip(".") not in supported:
+        raise invalid_input(
+            "plot", got=f"{str(path)!r}", needs=f"a name ending in .{', .'.join(sorted(supported))}", fix="Try .png."
+        )
+    figure.savefig(path, dpi=160)
+
+
+def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    kinds = {row.variant: row.kind for row in rows if row.gigaflops}
+    ours = [name for name, kind in kinds.items() if kind == "moestro"]
+    peers = [name for name, kind in kinds.items() if kind == "peer"]
+    styles: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(ours):
+        colour = OURS_COLOURS[i % len(OURS_COLOURS)]
+        styles[name] = {"color": colour, "marker": "o", "ms": 7, "lw": 2.2, "zorder": 5, "mec": "white", "mew": 0.8}
+    for i, name in enumerate(peers):
+        marker, colour = PEER_MARKERS[i % len(PEER_MARKERS)], PEER_COLOURS[i % len(PEER_COLOURS)]
+        styles[name] = {"color": colour, "marker": marker, "ms": 5, "lw": 1.2, "alpha": 0.85, "zorder": 3}
+    return styles
+
+
+def _panel(axis: Any, rows: list[Row], roof: Roof, styles: dict[str, dict[str, Any]]) -> None:
+    measured = [row for row in rows if row.gigaflops is not None]
+    xs = [row.flop_per_byte for row in measured]
+    ys = [row.gigaflops for row in measured if row.gigaflops is not None]
+    left, right = min(*xs, roof.balance) / 2, max(*xs, roof.balance) * 3
+    bandwidth, peak = roof.bytes_per_second / 1e9, roof.flops_per_second / 1e9
+    bend = [left, roof.balance, right]
+    heights = [bandwidth * left, peak, peak]
+    axis.loglog(bend, heights, color=INK, lw=1.6, zorder=4)
+    axis.fill_between(bend, heights, [peak * 30] * 3, color=INK, alpha=0.06, lw=0, zorder=0)
+    axis.annotate(
+        f"{peak:,.0f} GFLOP/s", (right, peak), (-4, 4), textcoords="offset points", ha="right", color=INK, fontsize=8
+    )
+    axis.annotate(
+        f"{bandwidth:.1f} GB/s",
+        (left, bandwidth * left),
+        (12, -2),
+        textcoords="offset points",
+        va="top",
+        color=INK,
+        fontsize=8,
+    )
+    for name, style in styles.items():
+        line = sorted((row.flop_per_byte, row.gigaflops) for row in measured if row.variant == name)
+        axis.plot([x for x, _ in line], [y for _, y in line], **style)
+    tokens: dict[float, list[str]] = {}
+    for row in measured:
+        tokens.setdefault(row.flop_per_byte, []).append(str(row.num_tokens))
+    for x, counts in tokens.items():
+        axis.axvline(x, color=INK, lw=0.5, alpha=0.12, zorder=1)
+        axis.annotate(
+            f"T={', '.join(dict.fromkeys(counts))}",
+            (x, 0.015),
+            xycoords=("data", "axes fraction"),
+            fontsize=7,
+            color=INK,
+            alpha=0.7,
+            rotation=90,
+            ha="right",
+            va="bottom",
+        )
+    axis.set_xlim(left, right)
+    axis.set_ylim(min(*ys, bandwidth * left) / 2.5, max(*ys, peak) * 2)
+    axis.set_title(title(rows[0]), fontsize=10, color=INK, loc="left")
+    axis.set_xlabel("FLOP per byte of active weights", fontsize=9, color=INK)
+    axis.set_ylabel("GFLOP/s", fontsize=9, color=INK)
+    axis.grid(True, which="major", color=INK, alpha=0.08)
+    axis.tick_params(labelsize=8, colors=INK)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

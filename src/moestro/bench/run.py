@@ -1,0 +1,292 @@
+"""The benchmark of one layer: check every variant's output, then time them against each other."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moestro import machine
+from moestro.bench.layers import (
+    Layer,
+    LayerSpec,
+    active_bytes,
+    active_experts,
+    expected_output,
+    experts_that_fit,
+    flops,
+    inputs,
+    make_layer,
+)
+from moestro.bench.peers import Bind, Call, Variant
+from moestro.bench.timing import alternate, ratio, wall_clock
+from moestro.errors import UnsupportedError, invalid_input
+from moestro.machine import Roof
+from moestro.tolerances import disagreement
+from moestro.types import Routing
+
+CALL_LIMIT_SECONDS = 30.0
+"""A variant whose single call would take longer at the machine's roof is skipped."""
+
+Status = Literal["ok", "skipped", "wrong output"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        layers, tokens, dtypes: every combination is one point.
+        ours: moestro's variants; every ratio is to the first of them.
+        peers: what they are compared with.
+        seconds: time each variant may spend on a point.
+        device: where.
+
+    Raises:
+        InvalidInputError: nothing to measure, T < 1, seconds <= 0, or a dtype that is no float of 16 or 32 bits.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    tokens: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    ours: tuple[Variant, ...]
+    peers: tuple[Variant, ...]
+    seconds: float = 1.0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not (self.layers and self.tokens and self.dtypes and self.ours):
+            raise invalid_input(
+                "bench layer",
+                got=f"{len(self.layers)} layers, {len(self.tokens)} token counts, {len(self.dtypes)} dtypes, "
+                f"{len(self.ours)} variants",
+                needs="at least one of each",
+                fix="Leave an option out for its default.",
+            )
+        for name, value in (("tokens", min(self.tokens)), ("seconds per point", self.seconds)):
+            if not value > 0:
+                raise invalid_input("bench layer", got=f"{name} {value}", needs="more than 0", fix="Try 1.")
+        for dtype in self.dtypes:
+            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise invalid_input(
+                    "bench layer", got=f"{dtype}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
+                )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant at one point. Times, rates and ratio are None where nothing was measured.
+
+    Attributes:
+        kind: "moestro" or "peer".
+        status, reason: "ok", or why there is no number.
+        num_experts, published_num_experts: experts in memory here, and in the published model.
+        active_experts: distinct experts that each routing touches.
+        microseconds: median of `samples` calls.
+        gigabytes_per_second: weights of the active experts, read once, over the time.
+        gigaflops: 6 * H * I FLOP for every (token, expert) pair over the time, in 1e9 per second.
+        roof_share: the least time at the machine's roof over the time.
+        ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
+    """
+
+    layer: str
+    dtype: str
+    num_tokens: int
+    variant: str
+    kind: Literal["moestro", "peer"]
+    status: Status
+    reason: str | None
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    published_num_experts: int
+    top_k: int
+    active_experts: int
+    flop_per_byte: float
+    samples: int = 0
+    microseconds: float | None = None
+    gigabytes_per_second: float | None = None
+    gigaflops: float | None = None
+    roof_share: float | None = None
+    ratio: float | None = None
+
+
+@dataclass
+class Report:
+    """Everything one run found. `notes` are keyed by "layer dtype", `roofs` by dtype."""
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    roofs: dict[str, Roof]
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Rows whose output disagreed with the reference."""
+        return [row for row in self.rows if row.status == "wrong output"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps: the attributes by name, each roof with its balance."""
+        roofs = {dtype: {**asdict(roof), "balance": roof.balance} for dtype, roof in self.roofs.items()}
+        return {**asdict(self), "roofs": roofs}
+
+
+def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Report:
+    """Measure the roof, then every point of the plan.
+
+    Args:
+        plan: what to measure.
+        on_point: called with a short description before each point.
+
+    Raises:
+        UnsupportedError: memory does not hold a layer's top_k experts.
+    """
+    roofs = {dtype: machine.measure(dtype, plan.device) for dtype in plan.dtypes}
+    report = Report(
+        command=" ".join(["moestro", *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine={**machine.describe(), "device": plan.device},
+        versions=versions(),
+        roofs={dtype_name(dtype): roof for dtype, roof in roofs.items()},
+    )
+    with torch.inference_mode():
+        for spec in plan.layers:
+            for dtype in plan.dtypes:
+                layer = make_layer(
+                    spec, dtype, experts_that_fit(spec, dtype, machine.available_bytes(plan.device)), plan.device
+                )
+                if layer.notes:
+                    report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
+                report.rows += _run_layer(layer, plan, roofs[dtype], on_point)
+                del layer
+    return report
+
+
+def _run_layer(layer: Layer, plan: Plan, roof: Roof, on_point: Callable[[str], None]) -> Iterator[Row]:
+    refused: dict[str, str] = {}
+    bound: dict[str, Bind] = {}
+    for variant in (*plan.ours, *plan.peers):
+        reason = variant.refuses(layer.spec, layer.dtype)
+        if reason is None:
+            bound[variant.name] = variant.prepare(layer)
+        else:
+            refused[variant.name] = reason
+    for num_tokens in plan.tokens:
+        on_point(f"{layer.spec.name} {dtype_name(layer.dtype)} T={num_tokens}")
+        yield from _run_point(_Point(layer, plan, roof, num_tokens), bound, refused)
+
+
+class _Point:
+    """One layer, dtype and number of tokens: its inputs, and the truth about the first and the last of them."""
+
+    def __init__(self, layer: Layer, plan: Plan, roof: Roof, num_tokens: int) -> None:
+        self.layer, self.plan, self.roof, self.num_tokens = layer, plan, roof, num_tokens
+        self.x, self.routings = inputs(layer, num_tokens, count=16 if num_tokens <= 16 else 4)
+        self.checked = self.routings[:: max(len(self.routings) - 1, 1)]
+        self.expected = [expected_output(layer, self.x, routing) for routing in self.checked]
+        self.flops = flops(layer.spec, self.routings[0])
+        self.nbytes = active_bytes(layer, self.routings[0])
+
+    def judge(self, variant: Variant, bind: Bind) -> tuple[Status, str | None]:
+        """Whether a variant fits, runs, and computes the layer."""
+        reason = too_much(variant, self.layer, self.routings[0], self.roof)
+        if reason is not None:
+            return "skipped", reason
+        for routing, expected in zip(self.checked, self.expected, strict=True):
+            try:
+                output: Tensor = bind(self.x, routing)()
+            except UnsupportedError as error:
+                return "skipped", str(error)
+            wrong = disagreement(output, expected, self.layer.dtype)
+            if wrong is not None:
+                return "wrong output", wrong
+        return "ok", None
+
+    def row(self, variant: Variant, status: Status, reason: str | None) -> Row:
+        layer, spec = self.layer, self.layer.spec
+        return Row(
+            layer=spec.name,
+            dtype=dtype_name(layer.dtype),
+            num_tokens=self.num_tokens,
+            variant=variant.name,
+            kind="moestro" if variant in self.plan.ours else "peer",
+            status=status,
+            reason=reason,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_experts=layer.num_experts,
+            published_num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            active_experts=active_experts(self.routings[0].expert_ids),
+            flop_per_byte=self.flops / self.nbytes,
+        )
+
+
+def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -> Iterator[Row]:
+    plan = point.plan
+    variants = (*plan.ours, *plan.peers)
+    verdicts: dict[str, tuple[Status, str | None]] = {
+        v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name]) for v in variants
+    }
+    calls: dict[str, list[Call]] = {
+        name: [bound[name](point.x, routing) for routing in point.routings]
+        for name, (status, _) in verdicts.items()
+        if status == "ok"
+    }
+    times = alternate(calls, plan.seconds, wall_clock(plan.device))
+    baseline = plan.ours[0].name
+    for variant in variants:
+        row = point.row(variant, *verdicts[variant.name])
+        own = times.get(variant.name)
+        if own is None:
+            yield row
+            continue
+        seconds = median(own)
+        yield replace(
+            row,
+            samples=len(own),
+            microseconds=seconds * 1e6,
+            gigabytes_per_second=point.nbytes / seconds / 1e9,
+            gigaflops=point.flops / seconds / 1e9,
+            roof_share=point.roof.seconds(point.flops, point.nbytes) / seconds,
+            ratio=ratio(own, times[baseline]) if baseline in times and variant.name != baseline else None,
+        )
+
+
+def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> str | None:
+    """None, or the sentence why one call of a variant takes too much memory or time."""
+    cost = variant.cost(layer, routing)
+    free = machine.available_bytes(layer.device)
+    if cost.workspace > free // 2:
+        return f"needs {cost.workspace / 1e9:.1f} GB beside the weights; half of the free memory is {free / 2e9:.1f} GB"
+    seconds = roof.seconds(cost.flops, cost.nbytes)
+    if seconds > CALL_LIMIT_SECONDS:
+        return f"one call takes {seconds:.0f} s even at this machine's roof; the limit is {CALL_LIMIT_SECONDS:.0f} s"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what is installed of moestro, torch and transformers."""
+    found = {"python": platform.python_version()}
+    for name in ("moestro", "torch", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

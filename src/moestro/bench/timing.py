@@ -1,0 +1,87 @@
+"""Timing variants against each other so that a machine whose speed drifts is fair to all of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from statistics import median
+
+import torch
+
+FEWEST_SAMPLES = 3
+MOST_SAMPLES = 200
+
+Call = Callable[[], object]
+Timer = Callable[[Call], float]
+
+
+def wall_clock(device: torch.device | str = "cpu") -> Timer:
+    """A timer of one call in seconds; on an accelerator it waits for the device before and after."""
+    device = torch.device(device)
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+
+    def seconds(call: Call) -> float:
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer) -> dict[str, list[float]]:
+    """Time variants round-robin, in reversed order on odd rounds.
+
+    Each variant brings one call per input. Consecutive calls, whoever makes them, take different inputs, and over
+    twice as many rounds as there are inputs each variant meets each of them. A variant leaves when it spent its
+    seconds and has `FEWEST_SAMPLES`, or after `MOST_SAMPLES`; sample r of every variant is from round r.
+
+    Args:
+        variants: name -> its calls, as many for each.
+        seconds: time that each variant may spend.
+        timer: runs a call and returns its seconds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    active = list(variants)
+    num_inputs = min((len(calls) for calls in variants.values()), default=0)
+    turn = round_number = 0
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while active:
+            order = active if round_number % 2 == 0 else active[::-1]
+            # With an even number of variants the reversed order would meet the same half of the inputs again.
+            skip = 1 - len(active) % 2
+            for place, name in enumerate(order):
+                call = variants[name][(turn + place + skip * (round_number % 2)) % num_inputs]
+                times[name].append(timer(call))
+            turn += _stride(len(active) + skip, num_inputs)
+            round_number += 1
+            active = [name for name in active if not _done(times[name], seconds)]
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def _stride(least: int, num_inputs: int) -> int:
+    """How far inputs move on in a round: coprime with their number, so that none is left out."""
+    stride = least
+    while gcd(stride, num_inputs) != 1:
+        stride += 1
+    return stride
+
+
+def _done(samples: list[float], seconds: float) -> bool:
+    return len(samples) >= MOST_SAMPLES or (len(samples) >= FEWEST_SAMPLES and sum(samples) >= seconds)
+
+
+def ratio(times: list[float], baseline: list[float]) -> float:
+    """How many times longer than the baseline: the median over the rounds that both ran in."""
+    return median(t / b for t, b in zip(times, baseline, strict=False))
