@@ -1,0 +1,174 @@
+"""`accelerate`: serve the experts of a model in hand, in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from moestro.errors import UnsupportedError, invalid_input, unsupported
+from moestro.hf import experts
+from moestro.hf.experts import PLAN, Plan
+from moestro.hf.families import ADAPTERS, LEFT, REFUSED
+from moestro.hf.families.base import Adapter
+
+Model = TypeVar("Model", bound=nn.Module)
+
+INTERFACE = Adapter(
+    "experts interface",
+    "*",
+    lambda module: experts.inspect(module, experts.flags_of(module)),
+    experts.settle,
+    experts.serve,
+)
+"""Every experts module that Transformers' own decorator prepared."""
+
+_STRATEGIES = ("auto", "grouped", "blockwise", "selective", "all_experts")
+_ROUTED = re.compile(r"(Experts|MoE|Moe|MoeMLP|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
+
+
+@dataclass(frozen=True)
+class Served:
+    """One module of a model that moestro serves.
+
+    Attributes:
+        path: its name inside the model ("model.layers.0.mlp.experts").
+        module: its class.
+        family: "experts interface", or the family whose adapter serves it.
+        activation: kind of the function between the matmuls ("custom" when it runs the module's own code).
+        layout: "K-contiguous", or "strided (reason)".
+        strategy: the strategy it was asked for.
+    """
+
+    path: str
+    module: str
+    family: str
+    activation: str
+    layout: str
+    strategy: str
+
+
+def accelerate(model: Model, strategy: str = "auto") -> Model:
+    """Run the expert layers of a Transformers model with moestro, in place.
+
+    Parameters keep their names, shapes, dtypes and values, so training, ``state_dict`` and ``save_pretrained`` go on as
+    before; only the forward of each expert layer changes, and transposed weights are rearranged inside their own
+    storage. A second call changes nothing, or the strategy. Nothing is changed when an error is raised.
+
+    Args:
+        model: any module that contains experts of Transformers' interface, or of Llama 4, DBRX, JetMoE,
+            LongCat-Flash, Switch Transformers, NLLB-MoE, Doge or Step-3.7.
+        strategy: "auto" chooses by shape; or "grouped", "blockwise", "selective", "all_experts".
+
+    Returns:
+        The same model.
+
+    Raises:
+        InvalidInputError: an unknown strategy.
+        UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
+    """
+    if strategy not in _STRATEGIES:
+        raise invalid_input(
+            "accelerate", got=f"strategy={strategy!r}", needs=f"one of {', '.join(_STRATEGIES)}", fix="Pick one."
+        )
+    found = [(module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)]
+    if not found:
+        raise unsupported(
+            "accelerate",
+            got=f"{type(model).__name__}, a dense model: no layer of it routes tokens to experts",
+            needs="a Mixture-of-Experts model",
+            fix="Run the model as it is; there is nothing here to serve.",
+        )
+    for module, adapter, plan in found:
+        adapter.settle(module, plan)
+        _replace_forward(module, partial(adapter.forward, module, strategy=strategy))
+    return model
+
+
+def served(model: nn.Module) -> list[Served]:
+    """The expert layers of `model` that moestro serves, and how; an empty list if there are none."""
+    return [
+        Served(path, type(module).__name__, adapter.family, plan.activation.kind, plan.layout, strategy)
+        for path, module in model.named_modules()
+        if (adapter := adapter_of(module)) is not None
+        and (strategy := _strategy_of(module, adapter)) is not None
+        and (plan := _plan_of(module, adapter)) is not None
+    ]
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """What serves this module, or None if it holds no routed experts that are known."""
+    adapter = ADAPTERS.get(type(module).__name__)
+    if adapter is None and {"has_gate", "is_transposed"} <= vars(module).keys():
+        return INTERFACE
+    return adapter
+
+
+def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
+    """Every module to serve; raises for a layer that routes and is not known."""
+    taken: list[str] = []
+    modules = dict(model.named_modules())
+    adapters = {path: a for path, m in modules.items() if (a := adapter_of(m)) is not None}
+    for path, module in modules.items():
+        name = type(module).__name__
+        if any(path.startswith(f"{above}.") or above == "" for above in taken):
+            continue
+        if path in adapters:
+            taken.append(path)
+            yield path, module, adapters[path]
+        elif name in LEFT:
+            taken.append(path)
+        elif name in REFUSED or (_routes(name) and not _above(path, adapters)):
+            reason = REFUSED.get(name, "moestro has no adapter for it, and Transformers' experts interface misses it")
+            raise _refusal(model, path, name, reason)
+
+
+def _routes(name: str) -> bool:
+    return bool(_ROUTED.search(name)) and "Shared" not in name
+
+
+def _above(path: str, adapters: dict[str, Adapter]) -> bool:
+    return any(other.startswith(f"{path}." if path else "") for other in adapters)
+
+
+def _read(model: nn.Module, path: str, module: nn.Module, adapter: Adapter) -> Plan:
+    try:
+        return adapter.inspect(module)
+    except UnsupportedError as error:
+        raise _refusal(model, path, type(module).__name__, str(error)) from error
+
+
+def _refusal(model: nn.Module, path: str, name: str, reason: str) -> UnsupportedError:
+    return unsupported(
+        "accelerate",
+        got=f"{type(model).__name__}, whose {path or 'root'} is a {name}: {reason}",
+        needs="expert layers that can all be served",
+        fix="Nothing was changed; the model runs as before.",
+    )
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    # Where the accelerate library wrapped the module, its wrapper keeps running around this forward.
+    name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    module.__dict__[name] = forward
+
+
+def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
+    """The strategy of a served module; None if it runs its own forward."""
+    for name in ("_old_forward", "forward"):
+        own = module.__dict__.get(name)
+        if isinstance(own, partial) and own.func is adapter.forward:
+            return str(own.keywords["strategy"])
+    config = getattr(module, "config", None)
+    if adapter is INTERFACE and getattr(config, "_experts_implementation", None) == "moestro":
+        return "auto"
+    return None
+
+
+def _plan_of(module: nn.Module, adapter: Adapter) -> Plan:
+    plan: Plan | None = module.__dict__.get(PLAN)
+    return adapter.inspect(module) if plan is None else plan

@@ -1,0 +1,74 @@
+"""Read a module's own gate as data, and trust the data only after it has reproduced the module's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from moestro.reference import activate
+from moestro.types import Activation, ActivationKind
+
+Function = Callable[[Tensor], Tensor]
+
+_KINDS: tuple[ActivationKind, ...] = (
+    "silu",
+    "gelu",
+    "gelu-tanh",
+    "relu",
+    "relu2",
+    "sigmoid",
+    "tanh",
+    "identity",
+)
+_QUICK_GELU_ALPHA = 1.702
+_AGREEMENT = 2e-6
+"""Float32 rounding of two orders of the same operations; gelu and its tanh form differ by 1e-4 and more."""
+
+
+def recognise(function: Function, gated: bool, constants: tuple[float, ...] = ()) -> Activation:
+    """The `Activation` that computes what `function` computes.
+
+    Args:
+        function: maps [R, 2 * I] (gated) or [R, I] to [R, I]; called on small float32 CPU tensors.
+        gated: whether the argument holds gate and up.
+        constants: numbers the module carries (limits, slopes), tried as `limit` and `alpha`.
+
+    Returns:
+        The first data form that agrees on inputs from 1e-3 to 1e4 in size and of both signs, and beyond every
+        constant; otherwise kind "custom" around `function` itself.
+    """
+    probe = _probe(constants)
+    with torch.no_grad():
+        wanted = function(probe)
+        for candidate in _candidates(gated, constants):
+            if _agree(activate(probe, candidate), wanted):
+                return candidate
+    return Activation(kind="custom", gated=gated, function=function)
+
+
+def _candidates(gated: bool, constants: tuple[float, ...]) -> Iterator[Activation]:
+    positive = tuple(dict.fromkeys(c for c in constants if 0 < c < float("inf")))
+    limits = (None, *positive)
+    alphas = tuple(dict.fromkeys((1.0, _QUICK_GELU_ALPHA, *positive)))
+    layouts = product((0.0, 1.0), (False, True)) if gated else [(0.0, False)]
+    for (up_offset, interleaved), limit, kind in product(layouts, limits, _KINDS):
+        for alpha in alphas if kind == "silu" else (1.0,):
+            yield Activation(kind, gated, interleaved, alpha, limit, up_offset)
+
+
+def _probe(constants: tuple[float, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-3, 4, 57)
+    around = torch.tensor([c * f for c in constants if 0 < c < 1e4 for f in (0.5, 0.99, 1.01, 2.0)])
+    values = torch.cat([sizes, -sizes, around, -around, torch.zeros(1)])
+    return values[torch.randint(len(values), (16, 128), generator=generator)]
+
+
+def _agree(got: Tensor, wanted: Tensor) -> bool:
+    if got.shape != wanted.shape:
+        return False
+    scale = wanted.float().abs()
+    return bool(((got - wanted.float()).abs() <= _AGREEMENT * scale + 1e-9).all())

@@ -1,0 +1,212 @@
+"""The experts implementation: what runs where Transformers calls an experts module.
+
+An experts module of the interface holds ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [E, ., .], perhaps biases, and says by
+flags how they are laid out. `plan_of` reads the flags once and checks them against shapes and against the module's
+own gate; `serve` looks at the parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moestro.errors import UnsupportedError, unsupported
+from moestro.formats import dense
+from moestro.formats.dense import DENSE_FORMATS
+from moestro.hf.activation import recognise
+from moestro.hf.layout import K_CONTIGUOUS, make_k_contiguous
+from moestro.ops.expert_mlp import run
+from moestro.types import EMPTY, Activation, Routing
+from moestro.weights import ExpertWeights
+
+PLAN = "_moestro_plan"
+_DTYPES = tuple(f.storage for f in DENSE_FORMATS)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """How a module stores its experts, in the words of Transformers' decorator (which keeps them as attributes)."""
+
+    gated: bool = True
+    transposed: bool = False
+    biased: bool = False
+    output_norm: bool = False
+
+    @property
+    def up_name(self) -> str:
+        return "gate_up_proj" if self.gated else "up_proj"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one module is served.
+
+    A copied or unpickled module finds None in its place and makes its own: a plan may hold a method of its module.
+    """
+
+    activation: Activation
+    flags: Flags = field(default_factory=Flags)
+    layout: str = K_CONTIGUOUS
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def refuse(module: nn.Module, got: str, needs: str) -> UnsupportedError:
+    """The error for a module that cannot be served: it names the class, and nothing has been changed yet."""
+    return unsupported(
+        type(module).__name__,
+        got=got,
+        needs=needs,
+        fix="The model still runs with Transformers' own code (experts_implementation='eager').",
+    )
+
+
+def check_dense(module: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Raise `UnsupportedError` unless every tensor is an ordinary floating-point one."""
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise refuse(module, f"weights of {tensor.dtype}", f"one of {', '.join(map(str, _DTYPES))}")
+        if type(tensor) not in (nn.Parameter, Tensor):
+            raise refuse(module, f"weights stored as {type(tensor).__name__}", "ordinary tensors")
+
+
+def flags_of(module: nn.Module) -> Flags:
+    """The decorator's flags as the module carries them; a version that lacks one means its default."""
+    return Flags(
+        getattr(module, "has_gate", True),
+        getattr(module, "is_transposed", False),
+        getattr(module, "has_bias", False),
+        getattr(module, "has_post_expert_norm", False),
+    )
+
+
+def inspect(module: nn.Module, flags: Flags) -> Plan:
+    """Read an experts module without changing it.
+
+    Raises:
+        UnsupportedError: its parameters are not what the flags say, or not ordinary floating-point tensors.
+    """
+    needed = [flags.up_name, "down_proj"]
+    needed += [f"{name}_bias" for name in needed] if flags.biased else []
+    missing = [name for name in needed if not isinstance(getattr(module, name, None), Tensor)]
+    unknown = [name for name, _ in module.named_parameters(recurse=False) if name not in needed]
+    if missing or unknown:
+        got = f"no parameter {', '.join(missing)}" if missing else f"an unknown parameter {', '.join(unknown)}"
+        raise refuse(module, got, f"exactly {', '.join(needed)}")
+    check_dense(module, [getattr(module, name) for name in needed])
+    plan = Plan(recognise(gate_of(module, flags.gated), flags.gated, constants_of(module)), flags)
+    try:
+        expert_weights(module, plan)
+    except ValueError as error:
+        raise refuse(module, f"shapes its flags do not explain ({error})", "the layout its flags name") from error
+    return plan
+
+
+def plan_of(module: nn.Module, flags: Flags | None = None) -> Plan:
+    """The plan of a module, made at the first call; transposed parameters are then rearranged in place."""
+    plan: Plan | None = module.__dict__.get(PLAN)
+    if plan is not None:
+        return plan
+    flags = flags_of(module) if flags is None else flags
+    if torch.compiler.is_compiling():
+        return _constant_plan(module, flags)
+    return settle(module, inspect(module, flags))
+
+
+@torch.compiler.assume_constant_result
+def _constant_plan(module: nn.Module, flags: Flags) -> Plan:
+    return inspect(module, flags)
+
+
+def settle(module: nn.Module, plan: Plan) -> Plan:
+    """Rearrange transposed parameters where that is safe, and remember the plan in the module."""
+    if plan.flags.transposed:
+        layouts = [make_k_contiguous(getattr(module, name)) for name in (plan.flags.up_name, "down_proj")]
+        plan = replace(plan, layout=next((text for text in layouts if text != K_CONTIGUOUS), K_CONTIGUOUS))
+    module.__dict__[PLAN] = plan
+    return plan
+
+
+def expert_weights(module: nn.Module, plan: Plan) -> ExpertWeights:
+    """The module's parameters of this moment as `ExpertWeights`; nothing is copied."""
+    flags = plan.flags
+    gate_up, down = getattr(module, flags.up_name), getattr(module, "down_proj")
+    if flags.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return ExpertWeights(
+        dense(gate_up),
+        dense(down),
+        getattr(module, f"{flags.up_name}_bias") if flags.biased else None,
+        getattr(module, "down_proj_bias") if flags.biased else None,
+        plan.activation,
+        getattr(module, "post_expert_norm") if flags.output_norm else None,
+    )
+
+
+def serve(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str = "auto"
+) -> Tensor:
+    """What `experts_implementation="moestro"` runs in place of the module's forward.
+
+    Args:
+        module: an experts module of the interface.
+        hidden_states: [..., H].
+        top_k_index: integer [T, K]; an id at or beyond the number of experts is an empty slot, which is how expert
+            parallelism names experts of other ranks and some routers name "no expert".
+        top_k_weights: [T, K].
+        strategy: as for `moestro.expert_mlp`.
+
+    Returns:
+        [..., H] in the dtype of hidden_states.
+
+    Raises:
+        UnsupportedError: the module's weights cannot be served (quantised, sharded, or of an unknown layout).
+    """
+    weights = expert_weights(module, plan_of(module))
+    return apply(hidden_states, top_k_index, top_k_weights, weights, strategy)
+
+
+def apply(
+    hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, weights: ExpertWeights, strategy: str
+) -> Tensor:
+    """`expert_mlp` for a model's own router: ids beyond the experts become empty slots, dtypes are aligned."""
+    routing = trusted_routing(expert_ids, routing_weights, weights.num_experts)
+    return run_rows(hidden_states, routing, weights, strategy)
+
+
+def trusted_routing(expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> Routing:
+    """A router's two tensors [T, K] as a `Routing`, with ids outside the experts as empty slots."""
+    ids = expert_ids.masked_fill(expert_ids >= num_experts, EMPTY)
+    wide = routing_weights if routing_weights.dtype == torch.float64 else routing_weights.float()
+    return Routing(ids, wide)
+
+
+def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    """Run the primitive on hidden_states [..., H], computing in the weights' dtype and returning the caller's."""
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(weights.gate_up.data.dtype)
+    return run(rows, routing, weights, strategy).to(hidden_states.dtype).view(hidden_states.shape)
+
+
+def gate_of(module: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:
+    """The module's own function between the two matmuls."""
+    act: Callable[[Tensor], Tensor] = getattr(module, "act_fn", torch.nn.functional.silu)
+    if not gated:
+        return act
+    own: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
+    return partial(glu, act) if own is None else own
+
+
+def glu(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """``act(gate) * up`` for z [..., 2 * I] that holds gate and then up."""
+    gate, up = z.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def constants_of(module: nn.Module) -> tuple[float, ...]:
+    """The float attributes of a module: where the limits and slopes of its gate are kept."""
+    return tuple(v for v in vars(module).values() if isinstance(v, float))

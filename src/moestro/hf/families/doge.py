@@ -1,0 +1,55 @@
+"""Doge: each expert is one row of two embeddings, an expert MLP with an intermediate size of 1.
+
+Experts are the cells of a num_keys x num_keys grid; a token scores the two axes apart and adds the scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moestro.formats import dense
+from moestro.hf import experts
+from moestro.hf.experts import Plan
+from moestro.hf.families.base import Adapter, present, recall, remember
+from moestro.weights import ExpertWeights
+
+
+def inspect(module: nn.Module) -> Plan:
+    present(module, _embeddings(module))
+    return Plan(experts.recognise(module.act_fn, False))  # type: ignore[arg-type]
+
+
+def route(logits: Tensor, num_keys: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Scores [2, T, num_keys] of the two axes -> ids and scores [T, K] of the best cells."""
+    (rows, columns), (row_ids, column_ids) = logits.topk(num_keys, dim=-1)
+    cells = (rows[..., :, None] + columns[..., None, :]).flatten(-2)
+    cell_ids = (row_ids[..., :, None] * num_keys + column_ids[..., None, :]).flatten(-2)
+    scores, best = cells.topk(top_k, dim=-1)
+    return cell_ids.gather(-1, best), scores
+
+
+def forward(module: nn.Module, hidden_states: Tensor, *, strategy: str, **_: object) -> tuple[Tensor, Tensor]:
+    """DogeCDMoE: hidden_states [B, S, H] -> (output [B, S, H], router_logits [2, B * S, num_keys])."""
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    # Two halves of the flat result, not of each token's row: the family's own order, which its checkpoints rely on.
+    logits = module.router_gate(hidden_states).view(2, len(rows), -1)  # type: ignore[operator]
+    ids, scores = route(logits, int(module.num_keys), int(module.top_k))  # type: ignore[arg-type]
+    routing_weights = torch.softmax(scores, dim=-1)
+    if module.norm_topk_prob:
+        routing_weights = routing_weights / routing_weights.sum(dim=-1, keepdim=True)
+    into, out = _embeddings(module)
+    weights = ExpertWeights(
+        dense(into.unsqueeze(1)), dense(out.unsqueeze(2)), activation=recall(module, inspect).activation
+    )
+    routed = experts.apply(rows, ids, routing_weights, weights, strategy).view(hidden_states.shape)
+    gate = module.act_fn(module.gate_proj(hidden_states))  # type: ignore[operator]
+    shared = module.down_proj(gate * module.up_proj(hidden_states))  # type: ignore[operator]
+    return shared + routed, logits
+
+
+def _embeddings(module: nn.Module) -> tuple[Tensor, Tensor]:
+    return module.get_parameter("down_embed.weight"), module.get_parameter("up_embed.weight")
+
+
+DOGE = Adapter("Doge", "DogeCDMoE", inspect, remember, forward)

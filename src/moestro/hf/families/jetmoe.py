@@ -1,0 +1,42 @@
+"""JetMoE: its router hands out rows already in expert order, which is undone here.
+
+Its attention experts (JetMoeMoA) are single query and output projections around the attention itself, not two
+matmuls with a function between them: they stay with Transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moestro.formats import dense
+from moestro.hf import experts
+from moestro.hf.experts import Plan
+from moestro.hf.families.base import Adapter, present, recall, remember
+from moestro.weights import ExpertWeights
+
+
+def inspect(module: nn.Module) -> Plan:
+    present(module, _matrices(module))
+    act = module.activation
+    return Plan(experts.recognise(lambda z: experts.glu(act, z), True))  # type: ignore[arg-type]
+
+
+def forward(module: nn.Module, layer_input: Tensor, *, strategy: str) -> Tensor:
+    """JetMoeMoE: layer_input [..., H] -> [..., H]."""
+    rows = layer_input.reshape(-1, layer_input.shape[-1])
+    order, _, sorted_weights, counts, _ = module.router(rows)  # type: ignore[operator]
+    place = order.argsort()
+    ids = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
+    shape = (len(rows), module.router.top_k)
+    gate_up, down = _matrices(module)
+    weights = ExpertWeights(dense(gate_up), dense(down), activation=recall(module, inspect).activation)
+    routed = experts.apply(rows, ids[place].view(shape), sorted_weights[place].view(shape), weights, strategy)
+    return (routed + module.bias).view(layer_input.shape)
+
+
+def _matrices(module: nn.Module) -> tuple[Tensor, Tensor]:
+    return module.get_parameter("input_linear.weight"), module.get_parameter("output_linear.weight")
+
+
+JETMOE = Adapter("JetMoE", "JetMoeMoE", inspect, remember, forward, left=("JetMoeMoA",))

@@ -1,0 +1,149 @@
+"""Switch Transformers and NLLB-MoE: every expert is a module of its own with two linear layers.
+
+Their weights are stacked once, in place: the linear layers keep their parameters, as views of the stack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moestro.formats import dense
+from moestro.hf import experts
+from moestro.hf.experts import Plan
+from moestro.hf.families.base import Adapter, join, present, recall, remember
+from moestro.types import EMPTY, Activation, Routing
+from moestro.weights import ExpertWeights
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the two linear layers of an expert."""
+
+    first: str
+    second: str
+
+
+SWITCH_NAMES = Names("wi", "wo")
+NLLB_NAMES = Names("fc1", "fc2")
+
+
+def inspect(names: Names, module: nn.Module) -> Plan:
+    layers = [getattr(e, name) for e in _experts(module) for name in (names.first, names.second)]
+    changed = sorted({type(layer).__name__ for layer in layers if type(layer) is not nn.Linear})
+    if changed:
+        raise experts.refuse(module, f"experts made of {', '.join(changed)}", "experts made of plain nn.Linear")
+    present(module, (p for layer in layers for p in layer.parameters()))
+    dtypes = sorted({str(layer.weight.dtype) for layer in layers})
+    if len(dtypes) > 1:
+        raise experts.refuse(module, f"expert weights of {' and '.join(dtypes)}", "one dtype for both layers")
+    return Plan(experts.recognise(_experts(module)[0].act, False))  # type: ignore[arg-type]
+
+
+def expert_weights(names: Names, module: nn.Module) -> ExpertWeights:
+    """All experts' linear layers as one value: gate_up [E, I, H], down [E, H, I], biases where they exist."""
+    own = _experts(module)
+
+    def stacked(layer: str, name: str) -> Tensor | None:
+        parameters = [getattr(getattr(e, layer), name) for e in own]
+        return None if parameters[0] is None else join(module, f"{layer}_{name}", parameters, dim=0)
+
+    activation = recall(module, partial(inspect, names)).activation
+    dropout = own[0].dropout
+    if module.training and dropout.p > 0:  # type: ignore[operator, union-attr]
+        act = own[0].act
+        activation = Activation("custom", gated=False, function=lambda z: dropout(act(z)))  # type: ignore[operator]
+    matrices = [dense(w) for name in (names.first, names.second) if (w := stacked(name, "weight")) is not None]
+    biases = stacked(names.first, "bias"), stacked(names.second, "bias")
+    return ExpertWeights(*matrices, *biases, activation=activation)
+
+
+def forward_switch(
+    module: nn.Module, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor, *, strategy: str
+) -> Tensor:
+    """SwitchTransformersExperts: rows [T, H], a one-hot choice [T, 1, E] (all zero where the expert is full) and
+    weights [T, 1] -> [T, H]."""
+    weights = expert_weights(SWITCH_NAMES, module)
+    ids = torch.where(selected_experts.any(-1), selected_experts.argmax(-1), EMPTY)
+    return experts.run_rows(hidden_states, Routing(ids, routing_weights.float()), weights, strategy)
+
+
+class Meaning(Enum):
+    """What NllbMoeExperts.forward makes of a 0/1 mask [T, E] of first choices and weights [T, E].
+
+    BY_VALUE: the *value* of the mask is the expert: slots marked 1 go to expert 1, all others to expert 0. This is
+    what Transformers 5.17 to 5.23 compute, whatever the checkpoint meant.
+    BY_SLOT: every slot with a weight goes to its own expert, as the paper has it.
+    FIRST_CHOICE: only the slot marked 1 goes to its own expert.
+    """
+
+    BY_VALUE = 5.25
+    BY_SLOT = 52.5
+    FIRST_CHOICE = 50.0
+
+
+def meaning_of(module: nn.Module) -> Meaning:
+    """Ask the family's own forward, with experts that multiply by 1, 10, 100, 1000 (the values of `Meaning`).
+
+    One token with weights 0, 1/4, 1/2, 0 and slot 2 marked tells the three apart.
+    """
+    own = type(module)
+    stand_in = own.__new__(own)
+    nn.ModuleDict.__init__(stand_in)  # type: ignore[arg-type]
+    stand_in.num_experts, stand_in.moe_token_dropout = 4, 0.0  # type: ignore[assignment]
+    for e in range(4):
+        stand_in[f"expert_{e}"] = _Times(10.0**e)  # type: ignore[operator, index]
+    answer = float(stand_in(torch.ones(1, 1), torch.tensor([[0, 0, 1, 0]]), torch.tensor([[0.0, 0.25, 0.5, 0.0]])))
+    if answer not in Meaning:
+        raise experts.refuse(module, f"a forward that answers {answer} to the probe", "one of the known meanings")
+    return Meaning(answer)
+
+
+def inspect_nllb(module: nn.Module) -> Plan:
+    meaning_of(module)
+    return inspect(NLLB_NAMES, module)
+
+
+def forward_nllb(
+    module: nn.Module, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor, *, strategy: str
+) -> Tensor:
+    """NllbMoeExperts: rows [T, H], a 0/1 mask [T, E] of first choices and weights [T, E] -> [T, H]."""
+    meaning, first = meaning_of(module), router_mask.bool()
+    probs = router_probs.float()
+    if meaning is Meaning.BY_VALUE:
+        probs = torch.stack([probs.masked_fill(first, 0).sum(-1), probs.masked_fill(~first, 0).sum(-1)], -1)
+        ids = torch.arange(2, device=probs.device).expand(probs.shape)
+    else:
+        probs = probs if meaning is Meaning.BY_SLOT else probs.masked_fill(~first, 0)
+        probs, ids = probs.topk(2, dim=-1)
+    weights = expert_weights(NLLB_NAMES, module)
+    dropout = float(module.moe_token_dropout)  # type: ignore[arg-type]
+    if dropout > 0 and module.training:
+        weights = replace(weights, output_norm=module.token_dropout)  # type: ignore[arg-type]
+    elif dropout > 0:
+        probs = probs * (1 - dropout)
+    routing = Routing(torch.where(probs == 0, EMPTY, ids), probs)
+    return experts.run_rows(hidden_states, routing, weights, strategy)
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _experts(module: nn.Module) -> list[nn.Module]:
+    return [m for name, m in module.named_children() if name.startswith("expert_")]
+
+
+SWITCH = Adapter(
+    "Switch Transformers", "SwitchTransformersExperts", partial(inspect, SWITCH_NAMES), remember, forward_switch
+)
+NLLB_MOE = Adapter("NLLB-MoE", "NllbMoeExperts", inspect_nllb, remember, forward_nllb)

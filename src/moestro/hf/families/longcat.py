@@ -1,0 +1,51 @@
+"""LongCat-Flash: some experts are the identity. Their ids become empty slots, their weights a multiple of the token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moestro.formats import dense
+from moestro.hf import experts
+from moestro.hf.experts import Plan
+from moestro.hf.families.base import Adapter, present, recall, remember
+from moestro.weights import ExpertWeights
+
+
+def inspect(module: nn.Module) -> Plan:
+    num_experts = _num_experts(module)
+    if num_experts:
+        gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+        present(module, (gate_up, down))
+        if len(gate_up) < num_experts or len(down) != num_experts:
+            raise experts.refuse(
+                module,
+                f"gate_up_proj for {len(gate_up)} and down_proj for {len(down)} experts",
+                f"both for its {num_experts} routed experts",
+            )
+    gate = experts.gate_of(module, gated=True)
+    return Plan(experts.recognise(gate, True, experts.constants_of(module)))
+
+
+def forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str
+) -> Tensor:
+    """LongcatFlashExperts: hidden_states [T, H], ids and weights [T, K] -> [T, H]."""
+    num_experts = _num_experts(module)
+    kept = torch.where(top_k_index >= num_experts, top_k_weights, 0).sum(-1, keepdim=True)
+    identity = (hidden_states * kept).to(hidden_states.dtype)
+    if num_experts == 0:
+        return identity
+    weights = ExpertWeights(
+        dense(module.get_parameter("gate_up_proj")[:num_experts]),
+        dense(module.get_parameter("down_proj")),
+        activation=recall(module, inspect).activation,
+    )
+    return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy) + identity
+
+
+def _num_experts(module: nn.Module) -> int:
+    return int(module.num_routed_experts)  # type: ignore[arg-type]
+
+
+LONGCAT_FLASH = Adapter("LongCat-Flash", "LongcatFlashExperts", inspect, remember, forward)

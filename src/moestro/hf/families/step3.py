@@ -1,0 +1,16 @@
+"""Step-3.x: an experts module with the interface's own signature, and a gate that clamps after the activation."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moestro.hf import experts
+from moestro.hf.experts import Plan
+from moestro.hf.families.base import Adapter
+
+
+def inspect(module: nn.Module) -> Plan:
+    return experts.inspect(module, experts.flags_of(module))
+
+
+STEP3P7 = Adapter("Step-3.7", "Step3p7Experts", inspect, experts.settle, experts.serve)
