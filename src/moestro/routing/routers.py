@@ -1,0 +1,146 @@
+"""The routers as modules: a weight, its optional biases, and `route`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moestro.errors import invalid_input
+from moestro.routing.scoring import Scoring
+from moestro.routing.selection import GroupLimit, route
+from moestro.types import Routing
+
+
+def router_input(x: Tensor, weight: Tensor, operation: str) -> Tensor:
+    """x [..., H] as [T, H] in the dtype that routing runs in: float64 if x or weight is, else float32.
+
+    Raises:
+        InvalidInputError: x is not floating point or not [..., H].
+    """
+    if x.dim() < 1 or x.shape[-1] != weight.shape[-1] or not x.is_floating_point():
+        raise invalid_input(
+            operation,
+            got=f"x {list(x.shape)} of {x.dtype}",
+            needs=f"floating-point x [..., {weight.shape[-1]}]",
+            fix="The last dimension is hidden_size.",
+        )
+    wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
+    return x.reshape(-1, x.shape[-1]).to(wide)
+
+
+class TopKRouter(nn.Module):
+    """Selects top_k of num_experts experts for each token.
+
+    The maths runs in float32 whatever the dtypes of x and weight (float64 if one of them is), autocast or not.
+
+    Args:
+        hidden_size: H.
+        num_experts: E, without shared experts.
+        top_k: K, 1 <= K <= E.
+        scoring: a `Scoring` or the name of a preset, e.g. "softmax", "softmax-topk", "sigmoid-renormalized", "llama4".
+        bias: whether the logits have a learned bias.
+        correction_bias: whether selection has a bias of its own, which never reaches the weights.
+
+    Attributes:
+        weight: parameter [E, H] ([E + S, H] with scoring.shared_experts S).
+        bias: parameter [E] ([E + S]), or None.
+        correction_bias: buffer [E], float32, zero until loaded or set, or None.
+
+    Raises:
+        InvalidInputError: sizes do not fit.
+    """
+
+    correction_bias: Tensor | None
+    groups: GroupLimit | None = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        scoring: str | Scoring = "softmax-renormalized",
+        bias: bool = False,
+        correction_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if hidden_size < 1 or not 1 <= top_k <= num_experts:
+            raise invalid_input(
+                type(self).__name__,
+                got=f"hidden_size={hidden_size}, num_experts={num_experts}, top_k={top_k}",
+                needs="hidden_size >= 1 and 1 <= top_k <= num_experts",
+                fix="Lower top_k or raise num_experts.",
+            )
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.scoring = Scoring.of(scoring)
+        rows = num_experts + self.scoring.shared_experts
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(H), as nn.Linear; biases zero."""
+        bound = self.weight.shape[-1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        for b in (self.bias, self.correction_bias):
+            if b is not None:
+                nn.init.zeros_(b)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [T, E] of x [..., H] in float32, or float64: what losses on the router want.
+
+        Raises:
+            InvalidInputError: x is not floating point or not [..., H].
+        """
+        x = router_input(x, self.weight, type(self).__name__)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if not torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route x [..., H]; the Routing is [T, K] with T the product of the leading dimensions.
+
+        Raises:
+            InvalidInputError: x is not floating point or not [..., H], or a logit is NaN (see `route`).
+        """
+        return route(self.logits(x), self.top_k, self.scoring, self.correction_bias, self.groups)
+
+    def extra_repr(self) -> str:
+        e, h = self.weight.shape
+        groups = "" if self.groups is None else f", groups={self.groups}"
+        return f"hidden_size={h}, num_experts={e}, top_k={self.top_k}, scoring={self.scoring}{groups}"
+
+
+class GroupLimitedRouter(TopKRouter):
+    """Selects top_k experts within each token's best groups of experts (DeepSeek-V2, V3 and descendants).
+
+    Always has a `correction_bias` [E]: zero does nothing.
+
+    Args:
+        hidden_size: H.
+        num_experts: E, divisible by groups.num_groups.
+        top_k: K, at most the number of experts in the kept groups.
+        groups: e.g. GroupLimit(num_groups=8, top_groups=4).
+        scoring: as for `TopKRouter`. DeepSeek-V3: Scoring("sigmoid", renormalize=True, epsilon=1e-20, scale=2.5).
+        bias: as for `TopKRouter`.
+
+    Raises:
+        InvalidInputError: sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        groups: GroupLimit,
+        scoring: str | Scoring = "sigmoid-renormalized",
+        bias: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, scoring, bias, correction_bias=True)
+        groups.check(num_experts, top_k)
+        self.groups = groups

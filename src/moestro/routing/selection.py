@@ -1,0 +1,230 @@
+"""From logits to a Routing: a pure function, without control flow on data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moestro import reference
+from moestro.errors import invalid_input
+from moestro.ops.topk.plain import topk_by_sort
+from moestro.routing.scoring import Scoring, finish, prepare, score, score_selected
+from moestro.types import EMPTY, Routing
+
+# Below any real score, and far enough from the least float32 that the sum of several is finite.
+_LOW = -1e30
+
+
+@dataclass(frozen=True)
+class GroupLimit:
+    """Experts compete in groups first: only those of the best groups can be selected.
+
+    Group g holds the experts g * E / num_groups onwards. A group's score is the sum of its `best` best scores.
+
+    Attributes:
+        num_groups: how many groups; divides num_experts.
+        top_groups: how many of them a token may use.
+        best: 2 for DeepSeek-V3, 1 (the maximum) for DeepSeek-V2.
+        excluded: the score that experts of other groups get: -inf keeps them out. A few models have 0.0, which
+            beats an expert whose score plus correction bias is negative.
+
+    Raises:
+        InvalidInputError: a value is out of range.
+    """
+
+    num_groups: int
+    top_groups: int
+    best: int = 2
+    excluded: float = -torch.inf
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.top_groups <= self.num_groups and self.best >= 1 and self.excluded <= 0):
+            raise invalid_input(
+                "GroupLimit",
+                got=f"{self}",
+                needs="1 <= top_groups <= num_groups, best >= 1 and excluded <= 0",
+                fix="DeepSeek-V3 uses GroupLimit(num_groups=8, top_groups=4).",
+            )
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raises InvalidInputError unless E splits into the groups and the kept ones hold at least top_k experts."""
+        size, rest = divmod(num_experts, self.num_groups)
+        if rest or size * self.top_groups < top_k:
+            raise invalid_input(
+                "GroupLimit",
+                got=f"num_experts={num_experts} and top_k={top_k} with {self}",
+                needs="num_experts divisible by num_groups and top_k <= top_groups * num_experts / num_groups",
+                fix="Change num_groups, or raise top_groups.",
+            )
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    scoring: str | Scoring = "softmax-renormalized",
+    correction: Tensor | None = None,
+    groups: GroupLimit | None = None,
+) -> Routing:
+    """Select top_k experts a token and weigh them.
+
+    A logit of -inf masks an expert: it is never selected, and where fewer than top_k are left the slots are empty
+    (id -1, weight 0). The order of slots is that of falling choice; of equal ones the larger index comes first.
+    Differentiable in the logits; traceable by torch.compile(fullgraph=True) and torch.export with dynamic T.
+
+    Args:
+        logits: [T, E]; with scoring.shared_experts S, [T, E + S]. Computed in float32, or float64 if it is float64.
+        top_k: K, 1 <= K <= E.
+        scoring: a `Scoring` or the name of a preset.
+        correction: [E] added to what is ranked; it never reaches the weights (DeepSeek-V3's correction bias).
+        groups: group-limited selection, or None.
+
+    Returns:
+        Routing with expert_ids int64 and routing_weights float32 (float64), [T, K + S].
+
+    Raises:
+        InvalidInputError: shapes, dtypes or sizes do not fit, or a logit is NaN (or +inf, unless the score of +inf
+            is finite). On an accelerator and under torch.compile the check of values is an assertion on the device.
+    """
+    scoring = Scoring.of(scoring)
+    _check_sizes(logits, top_k, scoring, correction, groups)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    masked = check_values(logits, scoring)
+    num_routed = logits.shape[-1] - scoring.shared_experts
+    z = prepare(logits, scoring, masked)
+    ranked = score(z, scoring) if scoring.select_on == "scores" else z
+    choice = ranked.detach()[:, :num_routed]
+    if correction is not None:
+        choice = choice + correction.to(choice.dtype)
+    if masked is not None:
+        choice = choice.masked_fill(masked[:, :num_routed], -torch.inf)
+    if groups is not None:
+        choice = _limit(choice, groups)
+    ids = best_indices(choice, top_k)
+    empty = None if masked is None else choice.gather(-1, ids) == -torch.inf
+    if scoring.shared_experts:
+        shared = torch.arange(num_routed, logits.shape[-1], device=ids.device).expand(ids.shape[0], -1)
+        ids = torch.cat([ids, shared], dim=-1)
+        empty = None if empty is None else F.pad(empty, (0, scoring.shared_experts))
+    return _weighted(z, ranked, ids, empty, scoring)
+
+
+def weigh(logits: Tensor, expert_ids: Tensor, scoring: str | Scoring = "softmax-renormalized") -> Routing:
+    """The routing whose experts were chosen elsewhere (by a table of token ids, for one) and only want weights.
+
+    Args:
+        logits: [T, E], as for `route`.
+        expert_ids: [T, K]; -1 is an empty slot.
+        scoring: as for `route`; `select_on` says which experts the score function sees.
+
+    Raises:
+        InvalidInputError: as for `route`, or an id is outside -1..E-1.
+    """
+    scoring = Scoring.of(scoring)
+    _check_sizes(logits, 1, scoring, None, None)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    masked = check_values(logits, scoring)
+    Routing(expert_ids, torch.ones_like(expert_ids, dtype=logits.dtype)).check(logits.shape[-1], "weigh")
+    z = prepare(logits, scoring, masked)
+    empty = expert_ids == EMPTY
+    ids = expert_ids.long().masked_fill(empty, 0)
+    ranked = score(z, scoring) if scoring.select_on == "scores" else z
+    return _weighted(z, ranked, ids, empty, scoring)
+
+
+def _weighted(z: Tensor, ranked: Tensor, ids: Tensor, empty: Tensor | None, scoring: Scoring) -> Routing:
+    weights = ranked.gather(-1, ids) if scoring.select_on == "scores" else score_selected(z, ids, scoring)
+    if empty is not None:
+        weights = weights.masked_fill(empty, 0.0)
+        ids = ids.masked_fill(empty, EMPTY)
+    return Routing(ids, finish(weights, scoring), scoring.weight_on)
+
+
+def _limit(choice: Tensor, groups: GroupLimit) -> Tensor:
+    """Exclude the experts of all but each token's best groups; a masked expert (-inf) stays masked."""
+    by_group = choice.view(choice.shape[0], groups.num_groups, choice.shape[-1] // groups.num_groups).clamp(min=_LOW)
+    best = by_group.topk(min(groups.best, by_group.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best_indices(best, groups.top_groups), True)
+    excluded = ~kept.unsqueeze(-1).expand_as(by_group).flatten(-2) & (choice > -torch.inf)
+    return choice.masked_fill(excluded, groups.excluded)
+
+
+def best_indices(choice: Tensor, k: int) -> Tensor:
+    """Indices [T, k] of the largest of choice [T, E], in the order of `moestro.ops.topk`.
+
+    On the CPU torch.topk finds them several times faster than an operation with a total order; only rows in which
+    it met equal values, where its own order is not defined, are ranked again.
+    """
+    if torch.compiler.is_compiling() or choice.device.type != "cpu":
+        torch._assert_async((choice == choice).all(), "[route] scores plus correction must not be NaN")
+        return reference.topk(choice, k) if choice.dtype == torch.float64 else topk_by_sort(choice, k)
+    values, indices = choice.topk(min(k + 1, choice.shape[-1]))
+    indices = indices[:, :k]
+    tied = ~(values[:, 1:] < values[:, :-1])  # true for NaN as well
+    if tied.any():
+        if torch.isnan(choice).any():
+            raise invalid_input(
+                "route",
+                got="NaN among the scores plus correction",
+                needs="finite correction biases",
+                fix="Look for NaN in correction_bias.",
+            )
+        rows = tied.any(-1).nonzero()[:, 0]
+        indices = indices.index_copy(0, rows, reference.topk(choice[rows], k))
+    return indices
+
+
+def _check_sizes(
+    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise invalid_input(
+            "route",
+            got=f"logits {list(logits.shape)} of {logits.dtype}",
+            needs="floating-point logits [num_tokens, num_experts]",
+            fix="Flatten batch and sequence into num_tokens.",
+        )
+    num_experts = logits.shape[-1] - scoring.shared_experts
+    if not 1 <= top_k <= num_experts:
+        raise invalid_input(
+            "route",
+            got=f"top_k={top_k} with {num_experts} experts to select from",
+            needs="1 <= top_k <= num_experts",
+            fix="Lower top_k.",
+        )
+    if correction is not None and correction.shape != (num_experts,):
+        raise invalid_input(
+            "route",
+            got=f"correction {list(correction.shape)}",
+            needs=f"[{num_experts}], one value an expert",
+            fix="Shared experts have none.",
+        )
+    if groups is not None:
+        groups.check(num_experts, top_k)
+
+
+def check_values(logits: Tensor, scoring: Scoring) -> Tensor | None:
+    """Refuse NaN, and +inf unless its score is finite; say which logits are -inf, or None if none is.
+
+    Where reading a value is not free (off the CPU, under torch.compile) the refusal is an assertion on the device and
+    the mask is always there.
+    """
+    bound = "NaN" if scoring.takes_infinity else "NaN or +inf"
+    if torch.compiler.is_compiling() or logits.device.type != "cpu":
+        allowed = logits <= torch.inf if scoring.takes_infinity else logits < torch.inf  # false for NaN
+        torch._assert_async(allowed.all(), f"[route] logits must not be {bound}")
+        return logits == -torch.inf
+    if logits.numel() == 0:
+        return None
+    low, high = (float(v) for v in torch.aminmax(logits.detach()))  # NaN if there is one
+    if high != high or (high == torch.inf and not scoring.takes_infinity):
+        token, expert = (~(logits < torch.inf)).nonzero()[0].tolist()
+        raise invalid_input(
+            "route",
+            got=f"a logit of {logits[token, expert].item()} (token {token}, expert {expert})",
+            needs=f"logits that are not {bound} (-inf masks an expert)",
+            fix="Look for NaN or infinity in the router's input and weight.",
+        )
+    return logits == -torch.inf if low == -torch.inf else None
