@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
 STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
@@ -20,20 +19,20 @@ class Settings:
     strategy: str | None = None
 
 
-_settings: ContextVar[Settings] = ContextVar(
-    "moestro_settings",
-    default=Settings(os.environ.get(IMPLEMENTATION_VARIABLE), os.environ.get(STRATEGY_VARIABLE)),
-)
+class _Holder:
+    """The settings in force, in a place torch.compile can read and guard."""
+
+    settings = Settings(os.environ.get(IMPLEMENTATION_VARIABLE), os.environ.get(STRATEGY_VARIABLE))
 
 
 def current() -> Settings:
-    """The settings in force here."""
-    return _settings.get()
+    """The settings in force."""
+    return _Holder.settings
 
 
 @contextmanager
 def use(implementation: str | None = None, strategy: str | None = None) -> Iterator[None]:
-    """Force an implementation or a strategy by name for everything inside the block.
+    """Force an implementation or a strategy by name in the whole process while the block is open.
 
     ``with moestro.use(implementation="reference"): ...``. A name that does not exist, or an entry that cannot
     run the arguments it meets, raises `UnsupportedError` at the call: there is no silent fallback. The environment
@@ -43,12 +42,9 @@ def use(implementation: str | None = None, strategy: str | None = None) -> Itera
         implementation: a name from `moestro.explain`, or None to leave it.
         strategy: "grouped", "blockwise", "selective" or "all_experts", or None to leave it.
     """
-    forced = replace(
-        _settings.get(),
-        **{k: v for k, v in {"implementation": implementation, "strategy": strategy}.items() if v is not None},
-    )
-    token = _settings.set(forced)
+    before = _Holder.settings
+    _Holder.settings = Settings(implementation or before.implementation, strategy or before.strategy)
     try:
         yield
     finally:
-        _settings.reset(token)
+        _Holder.settings = before

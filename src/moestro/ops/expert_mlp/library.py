@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moestro.errors import unsupported
 from moestro.formats import dense
+from moestro.ops.expert_mlp.backward import expert_mlp_backward
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -105,44 +106,29 @@ def _expert_mlp_backward(
     down_bias: Tensor | None,
     weight_on: str,
     activation: str,
-    strategy: str,
-    needed: list[int],
 ) -> list[Tensor]:
-    from moestro.ops.expert_mlp import run
-
-    tensors = [x, expert_ids, routing_weights, gate_up, down, gate_up_bias, down_bias]
-    leaves = [
-        t.detach().requires_grad_(i in needed) if isinstance(t, Tensor) and i != 1 else t for i, t in enumerate(tensors)
-    ]
-    x, _, routing_weights, gate_up, down, gate_up_bias, down_bias = leaves  # type: ignore[assignment]
-    with torch.enable_grad():
-        weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
-        y = run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
-    if not y.requires_grad:  # no tokens, or no slots
-        return [torch.zeros_like(leaves[i]) for i in needed]  # type: ignore[arg-type]
-    wanted = [leaves[i] for i in needed]
-    grads = torch.autograd.grad(y, wanted, grad, allow_unused=True)  # type: ignore[arg-type]
-    return [
-        torch.zeros_like(leaf) if g is None else g.contiguous()  # type: ignore[arg-type]
-        for leaf, g in zip(wanted, grads, strict=True)
-    ]
+    weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
+    routing = Routing(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
+    g = expert_mlp_backward(grad, x, routing, weights)
+    found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
+    return [t.contiguous() for t in found if t is not None]
 
 
 @_expert_mlp_backward.register_fake
-def _(grad: Tensor, *args: Any) -> list[Tensor]:
-    return [torch.empty_like(args[i], memory_format=torch.contiguous_format) for i in args[-1]]
+def _(grad: Tensor, x: Tensor, expert_ids: Tensor, *rest: Any) -> list[Tensor]:
+    tensors = (x, *(t for t in rest if isinstance(t, Tensor)))
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:7])
-    ctx.words = inputs[7:]
+    ctx.words = inputs[7:9]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needed = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
-    grads = torch.ops.moestro.expert_mlp_backward(grad, *ctx.saved_tensors, *ctx.words, needed)
-    by_position = dict(zip(needed, grads, strict=True))
-    return tuple(by_position.get(i) for i in range(10))
+    saved = ctx.saved_tensors
+    grads = iter(torch.ops.moestro.expert_mlp_backward(grad, *saved, *ctx.words))
+    return tuple(next(grads) if i in _DIFFERENTIABLE and saved[i] is not None else None for i in range(7)) + (None,) * 3
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_setup_context)

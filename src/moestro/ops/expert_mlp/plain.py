@@ -154,20 +154,19 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
     Padded cells are never loaded, empty blocks never run, and consecutive blocks of one expert read it once.
     """
     schedule = grouping.block_schedule(routing.expert_ids, weights.num_experts, block_size)
-    num_cells = schedule.pair_ids.numel()
+    runs = [(e, sum(1 for _ in run)) for e, run in groupby(schedule.block_experts.tolist()) if e >= 0]
+    num_cells = sum(length for _, length in runs) * block_size
     places = torch.where(schedule.scatter_index < 0, num_cells, schedule.scatter_index)
     cells = places.reshape(-1)
     blocked = x.new_zeros(num_cells + 1, x.shape[1]).index_copy(0, cells, x.repeat_interleave(routing.top_k, 0))
     flat = routing.routing_weights.reshape(-1)
     cell_weights = flat.new_zeros(num_cells + 1).index_copy(0, cells, flat)
-    runs = [(e, sum(1 for _ in run)) for e, run in groupby(schedule.block_experts.tolist())]
 
     def groups() -> Iterator[Group]:
         start = 0
         for e, length in runs:
             stop = start + length * block_size
-            if e >= 0:
-                yield e, blocked[start:stop], cell_weights[start:stop]
+            yield e, blocked[start:stop], cell_weights[start:stop]
             start = stop
 
     return _finish(x, routing, weights, groups(), places, num_cells)

@@ -109,3 +109,7 @@ class LoadReport:
             f"{self.weight_loads} weight loads ({self.weight_loads_saved} saved), {self.row_loads} rows read "
             f"({self.row_loads_saved} padded rows not), {self.blocks_skipped} empty blocks skipped"
         )
+
+
+register_pytree(Grouping)
+register_pytree(BlockSchedule)
