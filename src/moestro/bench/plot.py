@@ -15,6 +15,7 @@ PEER_COLOURS = ("#30638e", "#5b8e7d", "#7d7aa8", "#8a8d91", "#3f88c5", "#6b705c"
 PEER_MARKERS = "sD^vPX"
 INK = "#2b2d33"
 COLUMNS = 2
+ENDINGS = (".png", ".svg", ".pdf")
 
 
 def roofline(report: Report, path: str | Path) -> None:
@@ -28,6 +29,7 @@ def roofline(report: Report, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    check_ending(path)
     panels = [(key[1], rows) for key, rows in by_layer(report.rows) if any(row.gigaflops for row in rows)]
     if not panels:
         raise invalid_input(
@@ -46,12 +48,19 @@ def roofline(report: Report, path: str | Path) -> None:
     handles = [figure.axes[0].plot([], [], label=name, **style)[0] for name, style in styles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(styles), 5), frameon=False)
     figure.suptitle(f"{machine_line(report.machine)}\n{report.date[:10]}", fontsize=9, color=INK)
-    supported = figure.canvas.get_supported_filetypes()
-    if Path(path).suffix.lstrip(".") not in supported:
-        raise invalid_input(
-            "plot", got=f"{str(path)!r}", needs=f"a name ending in .{', .'.join(sorted(supported))}", fix="Try .png."
-        )
     figure.savefig(path, dpi=160)
+
+
+def check_ending(path: str | Path) -> None:
+    """Refuse a name whose ending is not one of `ENDINGS`.
+
+    Raises:
+        InvalidInputError: it is not.
+    """
+    if Path(path).suffix not in ENDINGS:
+        raise invalid_input(
+            "plot", got=f"{str(path)!r}", needs=f"a name ending in {', '.join(ENDINGS)}", fix="Try .png."
+        )
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:

@@ -26,14 +26,23 @@ def title(row: Row) -> str:
     return f"{row.layer} {row.dtype} ({sizes})"
 
 
-def verdict(row: Row, rows: list[Row]) -> str:
-    """What stands where a ratio would: the ratio, or the reason why there is none."""
+def verdict(row: Row) -> str:
+    """What stands where a ratio would: the ratio, the status, or "-" where there is nothing to compare with."""
     if row.status != "ok":
-        return f"{row.status}: {row.reason}"
-    if row.ratio is not None:
-        return f"{row.ratio:.2f}x"
-    baseline = next(r for r in rows if r.num_tokens == row.num_tokens)
-    return "1" if row is baseline else f"refused: {baseline.variant}: {baseline.status}"
+        return row.status
+    return "-" if row.ratio is None else f"{row.ratio:.2f}x"
+
+
+def reasons(rows: list[Row]) -> list[str]:
+    """Why rows have no numbers, one line for each reason; and that ratios are refused where moestro has none."""
+    found: dict[str, list[str]] = {}
+    baseline = rows[0].variant
+    for row in rows:
+        if row.status != "ok":
+            found.setdefault(f"{row.variant} {row.status}: {row.reason}", []).append(str(row.num_tokens))
+            if row.variant == baseline:
+                found.setdefault("no ratio without it", []).append(str(row.num_tokens))
+    return [f"T={', '.join(tokens)}: {reason}" for reason, tokens in found.items()]
 
 
 def tables(report: Report) -> list[Table]:
@@ -43,17 +52,17 @@ def tables(report: Report) -> list[Table]:
     found = []
     for (layer, dtype), rows in by_layer(report.rows):
         table = Table(title=title(rows[0]), title_justify="left", caption_justify="left")
-        table.caption = "\n".join(report.notes.get(f"{layer} {dtype}", [])) or None
+        table.caption = "\n".join([*report.notes.get(f"{layer} {dtype}", []), *reasons(rows)]) or None
         for name in ("T", "variant", "us", "GB/s", "GFLOP/s", "of roof"):
             table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
-        table.add_column("time / moestro's", overflow="fold")
+        table.add_column(f"time / {rows[0].variant}'s", justify="right")
         for row in rows:
             style = "bold" if row.kind == "moestro" else "red" if row.status == "wrong output" else None
             table.add_row(
                 str(row.num_tokens),
                 row.variant,
                 *_measured(row),
-                verdict(row, rows),
+                verdict(row),
                 style=style,
                 end_section=row is rows[-1] or rows[rows.index(row) + 1].num_tokens != row.num_tokens,
             )
@@ -109,18 +118,11 @@ def _layer_markdown(rows: list[Row]) -> list[str]:
         f"| T | {baseline}, us | GB/s | GFLOP/s | of roof | {' | '.join(others)} |",
         "|" + "---:|" * (5 + len(others)),
     ]
-    reasons: dict[str, list[str]] = {}
     for num_tokens, group in groupby(rows, key=lambda row: row.num_tokens):
         point = {row.variant: row for row in group}
-        cells = [str(num_tokens), *_measured(point[baseline])]
-        for row in point.values():
-            if row.status != "ok":
-                reasons.setdefault(f"{row.variant} {row.status}: {row.reason}", []).append(f"T={num_tokens}")
-        for name in others:
-            ratio = point[name].ratio
-            cells.append("-" if ratio is None else f"{ratio:.2f}x")
+        cells = [str(num_tokens), *_measured(point[baseline]), *(verdict(point[name]) for name in others)]
         lines.append(f"| {' | '.join(cells)} |")
-    footnotes = [f"- {', '.join(where)}: {reason}" for reason, where in reasons.items()]
+    footnotes = [f"- {reason}" for reason in reasons(rows)]
     return [*lines, "", *footnotes] if footnotes else lines
 
 

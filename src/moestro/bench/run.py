@@ -51,7 +51,8 @@ class Plan:
         device: where.
 
     Raises:
-        InvalidInputError: nothing to measure, T < 1, seconds <= 0, or a dtype that is no float of 16 or 32 bits.
+        InvalidInputError: nothing to measure, T < 1, seconds <= 0, a dtype that is no float of 16 or 32 bits, or a
+            device that is not here.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -79,6 +80,10 @@ class Plan:
                 raise invalid_input(
                     "bench layer", got=f"{dtype}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
                 )
+        if not _is_here(self.device):
+            raise invalid_input(
+                "bench layer", got=f"device {self.device!r}", needs="a torch device of this machine", fix="Try cpu."
+            )
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,16 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
                 report.rows += _run_layer(layer, plan, roofs[dtype], on_point)
                 del layer
     return report
+
+
+def _is_here(device: str) -> bool:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        return False
+    if found.type == "cpu":
+        return True
+    return torch.accelerator.is_available() and (found.index or 0) < torch.accelerator.device_count()
 
 
 def _run_layer(layer: Layer, plan: Plan, roof: Roof, on_point: Callable[[str], None]) -> Iterator[Row]:
@@ -277,13 +292,13 @@ def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> st
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what is installed of moestro, torch and transformers."""
+    """Versions of Python, moestro, torch and transformers; moestro may run from its source tree."""
     found = {"python": platform.python_version()}
     for name in ("moestro", "torch", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            found[name] = "source tree" if name == "moestro" else "not installed"
     return found
 
 

@@ -1,0 +1,89 @@
+"""One benchmark for each operation under src/moestro/ops. A test holds that none is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moestro import reference
+from moestro.bench.layers import LAYERS, expected_output, inputs, make_layer
+from moestro.bench.ops import OpBenchmark, OpCase
+from moestro.bench.peers import ours
+from moestro.ops import _select, grouping
+from moestro.ops.expert_mlp import tuning
+
+INPUTS = 4
+
+
+def topk(T: int, E: int, k: int) -> OpCase:
+    """Every implementation of top-k against torch.topk, on distinct scores, where both have one answer."""
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.rand(T, E, generator=generator).argsort(-1).float() for _ in range(INPUTS)]
+    calls = {"torch.topk": [partial(torch.topk, s, k) for s in scores]}
+    outputs = {"torch.topk": lambda: (torch.topk(scores[0], k).indices,)}
+    for entry in _select.implementations("topk"):
+        if entry.supports(scores[0], k) is None:
+            calls[entry.name] = [partial(entry.call, s, k) for s in scores]
+            outputs[entry.name] = lambda entry=entry: (entry.call(scores[0], k),)
+    return OpCase(f"T={T} E={E} k={k}", calls, outputs, (reference.topk(scores[0], k),))
+
+
+def grouping_by_expert(T: int, E: int, K: int, B: int) -> OpCase:
+    """Row order and offsets from a sort by hand, from every implementation, and from the schedule of blocks of B."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.rand(T, E, generator=generator).topk(K).indices for _ in range(INPUTS)]
+
+    def by_hand(expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+        flat = expert_ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        return order, torch.bincount(flat, minlength=E).cumsum(0)
+
+    def rows_of_blocks() -> tuple[Tensor, Tensor]:
+        schedule = grouping.block_schedule(ids[0], E, B)
+        pairs = schedule.pair_ids.flatten()
+        return pairs[pairs >= 0], schedule.counts.cumsum(0)
+
+    def rows_of(entry: _select.Implementation) -> tuple[Tensor, Tensor]:
+        found = entry.call(ids[0], E)
+        return found.token_ids * K + found.slots, found.offsets[1:]
+
+    calls = {"sort and bincount": [partial(by_hand, i) for i in ids]}
+    outputs = {"sort and bincount": partial(by_hand, ids[0])}
+    for entry in _select.implementations("grouping"):
+        calls[entry.name] = [partial(entry.call, i, E) for i in ids]
+        outputs[entry.name] = partial(rows_of, entry)
+    calls[f"block_schedule-{B}"] = [partial(grouping.block_schedule, i, E, B) for i in ids]
+    outputs[f"block_schedule-{B}"] = rows_of_blocks
+    tokens, slots, offsets = reference.group_by_expert(ids[0], E)
+    pairs = torch.tensor([t * K + s for t, s in zip(tokens, slots, strict=True)])
+    return OpCase(f"T={T} E={E} K={K}", calls, outputs, (pairs, torch.tensor(offsets[1:])))
+
+
+def expert_mlp(T: int, H: int, I: int, E: int, K: int) -> OpCase:  # noqa: E741
+    """The four strategies against auto, in bfloat16. `moestro bench layer` sets the operation against its peers."""
+    spec = replace(LAYERS["olmoe"], hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
+    layer = make_layer(spec, torch.bfloat16, E)
+    x, routings = inputs(layer, T, INPUTS)
+    calls = {
+        strategy: [ours(strategy).prepare(layer)(x, routing) for routing in routings]
+        for strategy in ("auto", *tuning.STRATEGIES)
+    }
+    outputs = {strategy: lambda call=made[0]: (call(),) for strategy, made in calls.items()}
+    return OpCase(f"T={T} H={H} I={I} E={E} K={K}", calls, outputs, (expected_output(layer, x, routings[0]),))
+
+
+BENCHMARKS = {
+    entry.op: entry
+    for entry in (
+        OpBenchmark("topk", ((1, 128, 8), (16, 128, 8), (512, 256, 8), (2048, 256, 8)), topk),
+        OpBenchmark(
+            "grouping", ((1, 64, 8, 16), (16, 64, 8, 16), (512, 64, 8, 64), (2048, 64, 8, 64)), grouping_by_expert
+        ),
+        OpBenchmark(
+            "expert_mlp", ((1, 2048, 1024, 64, 8), (16, 2048, 1024, 64, 8), (128, 2048, 1024, 64, 8)), expert_mlp
+        ),
+    )
+}

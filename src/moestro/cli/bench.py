@@ -1,0 +1,160 @@
+"""`moestro bench`: arguments in, tables out; the work is in `moestro.bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moestro.errors import MoestroError, invalid_input
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from moestro.bench import LayerSpec, Plan, Report
+
+app = typer.Typer(help="Time moestro against its peers, under this machine's measured roof.", no_args_is_help=True)
+
+TOKENS = "1,4,16,128,512,2048"
+QUICK_TOKENS = "1,16,128"
+SECONDS = 1.0
+QUICK_SECONDS = 0.1
+
+
+@app.callback()
+def bench() -> None:
+    """Time moestro against its peers, under this machine's measured roof."""
+
+
+@app.command()
+def layer(
+    layers: Annotated[list[str] | None, typer.Option("--layer", help="Named layers, or all. [default: olmoe]")] = None,
+    tokens: Annotated[str | None, typer.Option(help=f"Numbers of tokens. [default: {TOKENS}]")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "float32,bfloat16",
+    variant: Annotated[
+        str, typer.Option(help="moestro's strategies: auto, grouped, blockwise, blockwise-64, selective, all_experts.")
+    ] = "auto",
+    peers: Annotated[str, typer.Option(help="Names of peers, or all, or none.")] = "all",
+    seconds_per_point: Annotated[float | None, typer.Option(help=f"For each variant. [default: {SECONDS}]")] = None,
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; {QUICK_SECONDS} s a variant.")] = False,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a roofline picture (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Microseconds, GB/s, GFLOP/s, share of the roof, and the ratio to each peer.
+
+    Lists are separated by commas. Every output is checked against the float32 reference first; where one is wrong its
+    ratio is refused and the exit code is 1. Bad arguments end with exit code 2.
+    """
+    from rich.console import Console
+
+    from moestro.bench import Plan, ours
+    from moestro.bench.peers import named_peers
+    from moestro.bench.plot import roofline
+
+    console = Console(stderr=json_path == "-")
+    try:
+        _check_targets(json_path, plot)
+        plan = Plan(
+            layers=_layers(_split(*(layers or ["olmoe"]))),
+            tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
+            dtypes=tuple(_dtype(name) for name in _split(dtype)),
+            ours=tuple(ours(strategy) for strategy in _split(variant)),
+            peers=tuple(named_peers(_split(peers))),
+            seconds=seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
+            device=device,
+        )
+        report = _measure(plan)
+    except MoestroError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    _print(report, console)
+    if plot is not None and any(row.status == "ok" for row in report.rows):
+        roofline(report, plot)
+        console.print(f"roofline: {plot}")
+    if json_path is not None:
+        text = json.dumps(report.as_json(), indent=1)
+        if json_path == "-":
+            typer.echo(text)
+        else:
+            Path(json_path).write_text(text + "\n")
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def _split(*values: str) -> list[str]:
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def _layers(names: list[str]) -> tuple[LayerSpec, ...]:
+    from moestro.bench.layers import LAYERS, named
+
+    return tuple(LAYERS.values()) if names == ["all"] else tuple(named(name) for name in names)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = _split(text)
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise invalid_input(
+                "bench layer", got=f"tokens {part!r}", needs="whole numbers of at least 1", fix=f"Default: {TOKENS}."
+            )
+    return tuple(int(part) for part in parts)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise invalid_input(
+            "bench layer", got=f"dtype {name!r}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
+        )
+    return dtype
+
+
+def _check_targets(json_path: str | None, plot: Path | None) -> None:
+    """Refuse before the run what could not be written after it."""
+    from moestro.bench.plot import check_ending
+
+    if plot is not None:
+        check_ending(plot)
+    for path in (plot, Path(json_path) if json_path not in (None, "-") else None):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise invalid_input(
+                "bench layer", got=f"{str(path)!r}", needs="a name in a folder that exists", fix="Create the folder."
+            )
+
+
+def _measure(plan: Plan) -> Report:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from moestro.bench import run
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        points = len(plan.layers) * len(plan.dtypes) * len(plan.tokens)
+        task = progress.add_task("measuring the roof", total=points)
+        started = False
+
+        def on_point(text: str) -> None:
+            nonlocal started
+            progress.update(task, description=text, advance=1 if started else 0)
+            started = True
+
+        return run(plan, on_point)
+
+
+def _print(report: Report, console: Console) -> None:
+    from moestro.bench.report import machine_line, roof_lines, tables
+
+    console.print(machine_line(report.machine), *roof_lines(report), sep="\n", highlight=False)
+    for table in tables(report):
+        console.print()
+        console.print(table)
+    for row in report.wrong:
+        console.print(f"wrong output: {row.variant}, {row.layer} {row.dtype} T={row.num_tokens}", style="red")
