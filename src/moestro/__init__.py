@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from moestro.errors import MoestroError
+from moestro.experts import Experts
+from moestro.explain import explain
+from moestro.moe import FFN, MoE
 from moestro.ops.expert_mlp import expert_mlp
 from moestro.ops.grouping import block_schedule, group_by_expert
 from moestro.ops.topk import topk
+from moestro.routing import GroupLimitedRouter, Scoring, TopKRouter
 from moestro.settings import use
+from moestro.shared import SharedExperts
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
+if TYPE_CHECKING:
+    from moestro.hf import accelerate
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "FFN",
+    "Activation",
+    "ExpertWeights",
+    "Experts",
+    "GroupLimitedRouter",
+    "MoE",
+    "MoestroError",
+    "Routing",
+    "Scoring",
+    "SharedExperts",
+    "TopKRouter",
+    "__version__",
+    "accelerate",
+    "block_schedule",
+    "expert_mlp",
+    "explain",
+    "group_by_expert",
+    "topk",
+    "use",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`moestro.accelerate` needs Transformers, which `import moestro` does not."""
+    if name == "accelerate":
+        from moestro.hf import accelerate
+
+        return accelerate
+    raise AttributeError(f"module 'moestro' has no attribute {name!r}")

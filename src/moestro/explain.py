@@ -1,0 +1,102 @@
+"""Ask what would run, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moestro import settings
+from moestro.errors import UnsupportedError, invalid_input
+from moestro.experts import Experts
+from moestro.moe import MoE
+from moestro.ops import _select
+from moestro.ops.expert_mlp import expert_mlp, resolve_strategy
+from moestro.ops.grouping import group_by_expert
+from moestro.ops.topk import topk
+
+_NAMES: dict[Callable[..., Any], str] = {expert_mlp: "expert_mlp", topk: "topk", group_by_expert: "grouping"}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would choose.
+
+    Attributes:
+        operation: its name.
+        candidates: every implementation in order of priority; reason is None for those that can run the arguments.
+        chosen: the implementation that would run, or None if nothing can.
+        strategy: how it would walk the work (expert_mlp only), and why.
+        strategy_reason: the sentence.
+        forced: the implementation forced by `moestro.use` or the environment, or None.
+    """
+
+    operation: str
+    candidates: tuple[_select.Candidate, ...]
+    chosen: str | None
+    strategy: str | None = None
+    strategy_reason: str | None = None
+    forced: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        width = max(len(c.name) for c in self.candidates)
+        lines = [f"{self.operation}: {self.chosen or 'nothing can run this'}"]
+        if self.forced:
+            lines[0] += f" (forced: {self.forced})"
+        for c in self.candidates:
+            mark = ">" if c.name == self.chosen else " "
+            lines.append(f"  {mark} {c.name:<{width}}  {c.reason or 'can run this'}")
+        if self.strategy:
+            lines.append(f"  strategy {self.strategy}: {self.strategy_reason}")
+        return "\n".join(lines)
+
+
+def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Explanation:
+    """What would run for these arguments: every implementation with its reason, and the strategy with its own.
+
+    Args:
+        operation: `moestro.expert_mlp`, `moestro.topk`, `moestro.group_by_expert`, or an `Experts` or `MoE` module.
+        arguments: what the call would be given; a module's forward arguments for a module (its router is run).
+
+    Raises:
+        InvalidInputError: not something that chooses between implementations.
+    """
+    if isinstance(operation, MoE):
+        (x,) = arguments
+        x = x.reshape(-1, x.shape[-1])
+        with torch.no_grad():
+            return explain(operation.experts, x, operation.route(x))
+    if isinstance(operation, Experts):
+        x, routing = arguments
+        return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
+    name = _NAMES.get(operation)
+    if name is None:
+        raise invalid_input(
+            "explain",
+            got=f"{operation!r}",
+            needs="moestro.expert_mlp, moestro.topk, moestro.group_by_expert, or an Experts or MoE module",
+            fix="Pass the function itself and its arguments after it.",
+        )
+    strategy, positional = "auto", arguments
+    if name == "expert_mlp" and len(arguments) == 4:
+        strategy, positional = arguments[3], arguments[:3]
+    try:
+        chosen = _select.select(name, *positional).name
+    except UnsupportedError:
+        chosen = None
+    choice = resolve_strategy(positional[1], positional[2], strategy)[0] if name == "expert_mlp" else None
+    return Explanation(
+        operation=name,
+        candidates=tuple(_select.candidates(name, *positional)),
+        chosen=chosen,
+        strategy=choice.strategy if choice else None,
+        strategy_reason=choice.reason if choice else None,
+        forced=settings.current().implementation,
+    )

@@ -1,0 +1,169 @@
+"""The layer: router, experts, shared experts and dispatcher come in as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from moestro.errors import invalid_input
+from moestro.experts import Experts
+from moestro.routing.routers import TopKRouter
+from moestro.types import Activation, Routing
+
+Rewrite = Callable[[Routing], Routing]
+
+
+class Dispatcher(Protocol):
+    """Moves rows between devices and knows nothing of experts. On one device there is none."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, Any]:
+        """x [T, H] and its routing -> rows to compute here, their local routing, and an opaque handle."""
+        ...
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        """Outputs of the rows computed here -> [T, H] for the tokens that were dispatched."""
+        ...
+
+
+class MoE(nn.Module):
+    """x -> router -> routing -> experts(x, routing) [+ shared_experts(x)].
+
+    Args:
+        router: maps x [T, H] to a `Routing`: `TopKRouter`, `GroupLimitedRouter`, or any module that does.
+        experts: the routed experts.
+        shared_experts: a module [T, H] -> [T, H] whose output is added, or None.
+        rewrite: applied to every routing, e.g. ``lambda r: keep_confident(r, threshold=0.1)``, or None.
+        dispatcher: for experts on several devices, or None.
+
+    Raises:
+        InvalidInputError: the router's number of experts is not the experts'.
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: Experts,
+        shared_experts: nn.Module | None = None,
+        rewrite: Rewrite | None = None,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
+        super().__init__()
+        routed = getattr(router, "num_experts", experts.num_experts)
+        if dispatcher is None and rewrite is None and routed != experts.num_experts:
+            raise invalid_input(
+                "MoE",
+                got=f"a router over {routed} experts and {experts.num_experts} experts",
+                needs="the same number",
+                fix="Build both with one num_experts.",
+            )
+        self.router = router
+        self.experts = experts
+        self.shared_experts = shared_experts
+        self.rewrite = rewrite
+        self.dispatcher = dispatcher
+
+    def route(self, x: Tensor) -> Routing:
+        """The routing of x [T, H], rewrites applied."""
+        routing = cast(Routing, self.router(x))
+        return routing if self.rewrite is None else self.rewrite(routing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H].
+
+        Raises:
+            InvalidInputError: the last dimension of x is not H, or a router's logits are NaN.
+        """
+        shape, hidden_size = x.shape, self.experts.gate_up.shape[2]
+        if x.dim() < 1 or shape[-1] != hidden_size or not x.is_floating_point():
+            raise invalid_input(
+                "MoE",
+                got=f"x {list(shape)} of {x.dtype}",
+                needs=f"floating-point [..., {hidden_size}]",
+                fix="The last dimension is hidden_size.",
+            )
+        x = x.reshape(-1, hidden_size)
+        routing = self.route(x)
+        # Routings of our own routers fit by construction; a rewrite or a foreign router may not.
+        trusted = self.rewrite is None and isinstance(self.router, TopKRouter)
+        call = self.experts.trusted if trusted else self.experts
+        if self.dispatcher is None:
+            y = call(x, routing)
+        else:
+            rows, local, handle = self.dispatcher.dispatch(x, routing)
+            y = self.dispatcher.combine(call(rows, local), handle)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y.reshape(shape)
+
+
+class FFN(MoE):
+    """A routed-expert layer with the signature of a dense FFN: x [..., H] -> [..., H], softmax routing, renormalised.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I, of one expert.
+        num_experts: E.
+        top_k: K, 1 <= K <= E.
+        activation: SwiGLU unless said otherwise.
+
+    Raises:
+        InvalidInputError: sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int = 8,
+        top_k: int = 2,
+        activation: Activation | None = None,
+    ) -> None:
+        router = TopKRouter(hidden_size, num_experts, top_k, scoring="softmax-renormalized")
+        super().__init__(router, Experts(num_experts, hidden_size, intermediate_size, activation or Activation()))
+
+    @classmethod
+    def from_dense(cls, dense: nn.Module, num_experts: int, top_k: int, activation: Activation | None = None) -> FFN:
+        """Upcycle a dense FFN: every expert starts as a copy of it, so the output starts as the dense one's.
+
+        Args:
+            dense: a module with linear layers gate_proj, up_proj and down_proj (gated), or up_proj and down_proj,
+                or fc1 and fc2 (plain), without biases.
+            num_experts: E.
+            top_k: K.
+            activation: what the dense module computes between them; default silu for a gated one.
+
+        Raises:
+            InvalidInputError: the module has none of these layouts, or has biases, or is plain without an activation.
+        """
+        gated, first, last = _dense_layers(dense)
+        if any(layer.bias is not None for layer in (*first, last)) or (not gated and activation is None):
+            raise invalid_input(
+                "FFN.from_dense",
+                got=f"{type(dense).__name__} {'with biases' if gated else 'without a named activation, or with biases'}",
+                needs="linear layers without biases, and an activation for a plain FFN",
+                fix='Pass e.g. Activation(kind="gelu", gated=False), and drop the biases.',
+            )
+        matrix = torch.cat([layer.weight for layer in first])
+        ffn = cls(matrix.shape[1], last.weight.shape[1], num_experts, top_k, activation)
+        ffn = ffn.to(dtype=matrix.dtype, device=matrix.device)
+        with torch.no_grad():
+            ffn.experts.gate_up.copy_(matrix.expand_as(ffn.experts.gate_up))
+            ffn.experts.down.copy_(last.weight.expand_as(ffn.experts.down))
+        return ffn
+
+
+def _dense_layers(dense: nn.Module) -> tuple[bool, list[nn.Linear], nn.Linear]:
+    for names in (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("fc1", "fc2")):
+        layers = [getattr(dense, name, None) for name in names]
+        if all(isinstance(layer, nn.Linear) for layer in layers):
+            linears = cast(list[nn.Linear], layers)
+            return len(names) == 3, linears[:-1], linears[-1]
+    raise invalid_input(
+        "FFN.from_dense",
+        got=f"{type(dense).__name__} with {', '.join(n for n, _ in dense.named_children()) or 'no children'}",
+        needs="linear layers gate_proj, up_proj, down_proj, or up_proj, down_proj, or fc1, fc2",
+        fix="Build moestro.FFN(...) and copy the weights yourself.",
+    )

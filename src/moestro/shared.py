@@ -1,0 +1,89 @@
+"""Shared experts: the part of a layer that every token passes through."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moestro.errors import invalid_input
+from moestro.reference import activate
+from moestro.types import SWIGLU, Activation
+
+
+class SharedExperts(nn.Module):
+    """S experts that every token uses; their outputs are added.
+
+    Side by side they are one MLP of intermediate size S * I, and are stored and computed as one.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I, of one shared expert.
+        num_shared_experts: S.
+        activation: SwiGLU unless said otherwise; gate and up stand one after the other.
+        gate: whether the output is multiplied by sigmoid(g . x), as in Qwen2-MoE.
+        bias: whether the projections have one.
+
+    Attributes:
+        gate_up: parameter [2 * S * I, H] ([S * I, H] for a plain activation).
+        down: parameter [H, S * I].
+        output_gate: parameter [1, H], or None.
+        gate_up_bias, down_bias: parameters [2 * S * I] and [H], or None.
+
+    Raises:
+        InvalidInputError: a size below 1, or an interleaved activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_shared_experts: int = 1,
+        activation: Activation = SWIGLU,
+        gate: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if min(hidden_size, intermediate_size, num_shared_experts) < 1 or activation.interleaved:
+            raise invalid_input(
+                "SharedExperts",
+                got=f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, "
+                f"num_shared_experts={num_shared_experts}, {activation}",
+                needs="sizes of at least 1 and an activation that is not interleaved",
+                fix="Reorder interleaved rows to gate first, then up.",
+            )
+        inner = num_shared_experts * intermediate_size
+        rows = inner * (2 if activation.gated else 1)
+        self.activation = activation
+        self.gate_up = nn.Parameter(torch.empty(rows, hidden_size))
+        self.down = nn.Parameter(torch.empty(hidden_size, inner))
+        self.output_gate = nn.Parameter(torch.empty(1, hidden_size)) if gate else None
+        self.gate_up_bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(fan in), as nn.Linear; biases zero."""
+        for weight in (self.gate_up, self.down, self.output_gate):
+            if weight is not None:
+                nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H].
+
+        Raises:
+            InvalidInputError: the last dimension of x is not H.
+        """
+        if x.shape[-1] != self.gate_up.shape[1]:
+            raise invalid_input(
+                "SharedExperts",
+                got=f"x {list(x.shape)}",
+                needs=f"[..., {self.gate_up.shape[1]}]",
+                fix="Pass the hidden states that the router sees.",
+            )
+        a = activate(F.linear(x, self.gate_up, self.gate_up_bias), self.activation)
+        y = F.linear(a, self.down, self.down_bias)
+        return y if self.output_gate is None else y * torch.sigmoid(F.linear(x, self.output_gate))
