@@ -182,13 +182,23 @@ def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
     def flatten(value: Any) -> tuple[list[Any], Any]:
         return [getattr(value, n) for n in names], tuple(getattr(value, n) for n in static)
 
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(value)
+        return [(pytree.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)], context
+
     def unflatten(children: Any, context: Any) -> Any:
         value = object.__new__(cls)
         for name, item in [*zip(names, children, strict=True), *zip(static, context, strict=True)]:
             object.__setattr__(value, name, item)
         return value
 
-    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"moestro.{cls.__qualname__}")
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"moestro.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
 
 
 register_pytree = _register_pytree
