@@ -20,12 +20,12 @@ from registry import BENCHMARKS
 from moestro import machine
 from moestro.bench import LAYERS, Plan, ours, run
 from moestro.bench.layers import named
+from moestro.bench.measure import versions
 from moestro.bench.ops import markdown as op_markdown
 from moestro.bench.ops import run_op
 from moestro.bench.peers import named_peers
 from moestro.bench.plot import roofline
 from moestro.bench.report import markdown
-from moestro.bench.run import versions
 from moestro.errors import MoestroError
 
 RESULTS = Path(__file__).parent / "results"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -168,9 +169,9 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
     with torch.inference_mode():
         for spec in plan.layers:
             for dtype in plan.dtypes:
-                layer = make_layer(
-                    spec, dtype, experts_that_fit(spec, dtype, machine.available_bytes(plan.device)), plan.device
-                )
+                gc.collect()  # what the last layer held must not count against this one
+                free = machine.available_bytes(plan.device)
+                layer = make_layer(spec, dtype, experts_that_fit(spec, dtype, free), plan.device)
                 if layer.notes:
                     report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
                 report.rows += _run_layer(layer, plan, roofs[dtype], on_point)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+
+from moestro import machine
+from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, ours, run
+from moestro.bench.layers import inputs
+from moestro.bench.measure import CALL_LIMIT_SECONDS, too_much
+from moestro.errors import InvalidInputError, unsupported
+from moestro.machine import Roof
+
+SECONDS = 1e-4
+
+
+def plan(*specs, tokens=(1, 5), dtypes=(torch.float32,), variants=("auto",), peers=("eager",)) -> Plan:
+    return Plan(
+        layers=specs,
+        tokens=tokens,
+        dtypes=dtypes,
+        ours=tuple(v if isinstance(v, Variant) else ours(v) for v in variants),
+        peers=tuple(p if isinstance(p, Variant) else PEERS[p] for p in peers),
+        seconds=SECONDS,
+    )
+
+
+def spoiled(name: str, spoil) -> Variant:
+    """moestro's own computation with `spoil` applied to its output."""
+    good = ours("auto")
+
+    def prepare(layer):
+        bind = good.prepare(layer)
+        return lambda x, routing: lambda: spoil(bind(x, routing)())
+
+    return Variant(name, good.refuses, prepare, good.cost)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
+    points: list[str] = []
+    wanted = plan(tiny(name), dtypes=(torch.float32, torch.bfloat16), variants=("auto", "grouped"), peers=tuple(PEERS))
+    report = run(wanted, points.append)
+    assert points == [f"{name} {dtype} T={t}" for dtype in ("float32", "bfloat16") for t in (1, 5)]
+    assert [row.variant for row in report.rows] == ["moestro", "moestro-grouped", *PEERS] * 4
+    assert not report.wrong
+    for row in report.rows:
+        if row.status == "skipped":
+            assert name == "llama4-scout"
+            assert row.reason == "Transformers has one way to compute Llama 4"
+            assert row.microseconds is row.ratio is None
+            continue
+        assert row.samples >= 3
+        seconds = row.microseconds / 1e6
+        weights = row.active_experts * (3 * 24 * 16 + (24 + 32 if name == "gpt-oss-20b" else 0))
+        nbytes = weights * (4 if row.dtype == "float32" else 2)
+        flops = 6 * 24 * 16 * row.num_tokens * row.top_k
+        assert row.gigabytes_per_second == pytest.approx(nbytes / seconds / 1e9)
+        assert row.gigaflops == pytest.approx(flops / seconds / 1e9)
+        assert row.flop_per_byte == pytest.approx(flops / nbytes)
+        assert row.roof_share == pytest.approx(max(nbytes / 1e10, flops / 1e11) / seconds)
+        assert (row.ratio is None) == (row.variant == "moestro")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda y: y * 1.001, "worst error"),
+        (lambda y: y.index_fill(0, torch.tensor([y.shape[0] - 1]), 0.0), "worst error"),
+        (lambda y: y.index_fill(1, torch.tensor([3]), torch.nan), "not finite in different places"),
+        (lambda y: y[:, :-1], "shape"),
+    ],
+)
+def test_a_wrong_peer_gets_no_ratio(tiny, known_roof: Roof, spoil, sentence: str) -> None:
+    report = run(plan(tiny("olmoe"), peers=("eager", spoiled("cheat", spoil))))
+    for row in report.rows:
+        if row.variant == "cheat":
+            assert row.status == "wrong output"
+            assert sentence in row.reason
+            assert row.microseconds is row.gigaflops is row.ratio is None
+        else:
+            assert row.status == "ok"
+    assert {row.variant for row in report.wrong} == {"cheat"}
+
+
+def test_no_ratio_at_all_if_moestro_is_wrong(tiny, known_roof: Roof) -> None:
+    report = run(plan(tiny("olmoe"), variants=(spoiled("broken", torch.neg),)))
+    assert [row.status for row in report.rows] == ["wrong output", "ok"] * 2
+    assert all(row.ratio is None for row in report.rows)
+    assert all(row.microseconds for row in report.rows if row.variant == "eager")
+
+
+def test_an_error_in_the_first_input_only_is_not_what_is_checked(tiny, known_roof: Roof) -> None:
+    seen: list[int] = []
+
+    def right_at_first(y):
+        seen.append(1)
+        return y if len(seen) == 1 else y + 1
+
+    report = run(plan(tiny("olmoe"), tokens=(5,), peers=(spoiled("later", right_at_first),)))
+    assert [row.variant for row in report.wrong] == ["later"]
+
+
+def test_an_unsupported_variant_is_skipped_with_its_sentence(tiny, known_roof: Roof) -> None:
+    def refuse(y):
+        raise unsupported("peer", got="this", needs="that", fix="Do it.")
+
+    report = run(plan(tiny("olmoe"), tokens=(1,), peers=(spoiled("picky", refuse),)))
+    assert (report.rows[1].status, report.rows[1].reason) == ("skipped", "[peer] got this; needs that. Do it.")
+
+
+def test_too_much_memory_or_time(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(tiny("olmoe"), torch.float32, 6)
+    _, routings = inputs(layer, 5, count=1)
+    batched, fast = PEERS["batched_mm"], Roof(1e10, 1e11)
+    copies = 15 * 3 * 24 * 16 * 4
+    assert too_much(batched, layer, routings[0], fast) is None
+    monkeypatch.setattr(machine, "available_bytes", lambda device="cpu": 2 * copies)
+    assert too_much(batched, layer, routings[0], fast) is None
+    monkeypatch.setattr(machine, "available_bytes", lambda device="cpu": 2 * copies - 2)
+    assert too_much(batched, layer, routings[0], fast) == (
+        "needs 0.0 GB beside the weights; half of the free memory is 0.0 GB"
+    )
+    monkeypatch.setattr(machine, "available_bytes", lambda device="cpu": 1 << 40)
+    slow = Roof(3 * copies / (2 * CALL_LIMIT_SECONDS), 1e11)
+    assert too_much(batched, layer, routings[0], slow) == (
+        "one call takes 60 s even at this machine's roof; the limit is 30 s"
+    )
+
+
+def test_fewer_experts_than_published(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", lambda spec, dtype, free: 4)
+    report = run(plan(tiny("deepseek-v3"), peers=()))
+    assert {(row.num_experts, row.published_num_experts) for row in report.rows} == {(4, 6)}
+    assert report.notes["deepseek-v3 float32"][0].startswith("4 of 6 experts")
+
+
+def test_json_schema(tiny, known_roof: Roof) -> None:
+    report = json.loads(json.dumps(run(plan(tiny("gpt-oss-20b"))).as_json()))
+    assert set(report) == {"command", "date", "machine", "versions", "roofs", "notes", "rows"}
+    assert report["roofs"] == {
+        "float32": {"bytes_per_second": 1e10, "flops_per_second": 1e11, "balance": pytest.approx(10)}
+    }
+    assert set(report["versions"]) == {"python", "moestro", "torch", "transformers"}
+    assert report["machine"]["threads"] == torch.get_num_threads()
+    assert len(report["rows"]) == 4
+    for row in report["rows"]:
+        assert set(row) == {f.name for f in fields(Row)}
+        assert isinstance(row["microseconds"], float)
+        assert isinstance(row["num_tokens"], int)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tokens": (4, 0)}, "got tokens 0; needs more than 0"),
+        ({"seconds": 0.0}, "got seconds per point 0.0; needs more than 0"),
+        ({"seconds": float("nan")}, "got seconds per point nan"),
+        ({"layers": ()}, "got 0 layers"),
+        ({"dtypes": (torch.int8,)}, "got torch.int8; needs float32, bfloat16 or float16"),
+        ({"device": "abacus"}, "got device 'abacus'; needs a torch device of this machine"),
+    ],
+)
+def test_bad_plans(tiny, change: dict, sentence: str) -> None:
+    good = {
+        "layers": (tiny("olmoe"),),
+        "tokens": (1,),
+        "dtypes": (torch.float32,),
+        "ours": (ours("auto"),),
+        "peers": (),
+        "seconds": 1.0,
+    }
+    Plan(**good)
+    with pytest.raises(InvalidInputError, match=r"\[bench layer\] ") as caught:
+        Plan(**{**good, **change})
+    assert sentence in str(caught.value)

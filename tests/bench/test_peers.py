@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moestro.bench import LAYERS, PEERS, make_layer, ours
+from moestro.bench.layers import expected_output, inputs
+from moestro.bench.peers import named_peers, transformers_module
+from moestro.errors import InvalidInputError
+from moestro.tolerances import disagreement
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_variant_computes_the_layer(tiny, name: str, dtype: torch.dtype) -> None:
+    layer = make_layer(tiny(name), dtype, 6)
+    variants = [*PEERS.values(), *(ours(s) for s in ("auto", "grouped", "selective", "all_experts", "blockwise-4"))]
+    ran = []
+    with torch.inference_mode():
+        for num_tokens in (1, 5):
+            x, routings = inputs(layer, num_tokens, count=2)
+            for variant in variants:
+                if variant.refuses(layer.spec, dtype) is None:
+                    output = variant.prepare(layer)(x, routings[-1])()
+                    assert disagreement(output, expected_output(layer, x, routings[-1]), dtype) is None, variant.name
+                    ran.append(variant.name)
+    assert len(set(ran)) == (7 if name == "llama4-scout" else 9)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_transformers_works_on_the_same_tensors(tiny, name: str) -> None:
+    layer = make_layer(tiny(name), torch.float32, 6)
+    module = transformers_module(layer, "eager")
+    parameters = {n.split(".")[-1]: p for n, p in module.named_parameters() if not p.is_meta}
+    assert parameters["gate_up_proj"].data_ptr() == layer.stored.gate_up.data_ptr()
+    assert parameters["down_proj"].data_ptr() == layer.stored.down.data_ptr()
+    assert len(parameters) == (4 if layer.spec.bias else 2)
+
+
+def test_three_implementations_are_three_functions(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    layer = make_layer(tiny("olmoe"), torch.float32, 6)
+    x, routings = inputs(layer, 3, count=1)
+    ran: list[str] = []
+    for name in ("batched_mm", "grouped_mm"):
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, name, lambda *args, name=name: ran.append(name) or args[1])
+    with torch.inference_mode():
+        eager = PEERS["eager"].prepare(layer)(x, routings[0])()
+        for name in ("batched_mm", "grouped_mm"):
+            assert torch.equal(PEERS[name].prepare(layer)(x, routings[0])(), x)
+    assert ran == ["batched_mm", "grouped_mm"]
+    assert not torch.equal(eager, x)
+
+
+def test_reasons_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    scout, olmoe = LAYERS["llama4-scout"], LAYERS["olmoe"]
+    assert PEERS["grouped_mm"].refuses(scout, torch.float32) == "Transformers has one way to compute Llama 4"
+    assert PEERS["eager"].refuses(scout, torch.float32) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert PEERS["eager"].refuses(olmoe, torch.float32) == "transformers is not installed"
+    monkeypatch.delattr(F, "grouped_mm")
+    assert "has no torch.nn.functional.grouped_mm" in PEERS["torch-grouped_mm"].refuses(olmoe, torch.float32)
+
+
+def test_costs_by_hand(tiny) -> None:
+    layer = make_layer(replace(tiny("mixtral"), top_k=2), torch.bfloat16, 6)
+    _, routings = inputs(layer, 10, count=1)
+    expert = 3 * 24 * 16 * 2
+    gathered = PEERS["batched_mm"].cost(layer, routings[0])
+    assert gathered.workspace == 20 * expert  # a copy for each of T * K pairs
+    assert gathered.nbytes == 3 * 20 * expert
+    assert gathered.flops == 20 * 6 * 24 * 16
+    scout = make_layer(tiny("llama4-scout"), torch.bfloat16, 6)
+    _, routings = inputs(scout, 10, count=1)
+    dense = PEERS["eager"].cost(scout, routings[0])
+    assert dense.flops == 6 * 10 * 6 * 24 * 16  # every expert on every token
+    assert dense.nbytes == 6 * expert
+    assert ours("auto").cost(scout, routings[0]).flops == 10 * 6 * 24 * 16
+
+
+def test_unknown_names() -> None:
+    assert named_peers(["none"]) == []
+    assert [p.name for p in named_peers(["all"])] == ["eager", "batched_mm", "grouped_mm", "torch-grouped_mm"]
+    with pytest.raises(InvalidInputError, match="peer 'vllm'; needs one of eager, "):
+        named_peers(["eager", "vllm"])
+    with pytest.raises(InvalidInputError, match="fastest"):
+        ours("fastest")

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from moestro import machine
+from moestro.bench import Report, Row
+from moestro.bench.plot import roofline
+from moestro.bench.report import markdown, tables
+from moestro.errors import InvalidInputError
+from moestro.machine import Roof
+
+ROW = Row(
+    layer="olmoe",
+    dtype="float32",
+    num_tokens=1,
+    variant="moestro",
+    kind="moestro",
+    status="ok",
+    reason=None,
+    hidden_size=2048,
+    intermediate_size=1024,
+    num_experts=60,
+    published_num_experts=64,
+    top_k=8,
+    active_experts=8,
+    flop_per_byte=0.5,
+    samples=10,
+    microseconds=12345.6,
+    gigabytes_per_second=16.26,
+    gigaflops=8.13,
+    roof_share=0.81,
+)
+NOTHING = {"microseconds": None, "gigabytes_per_second": None, "gigaflops": None, "roof_share": None, "samples": 0}
+
+
+@pytest.fixture
+def report() -> Report:
+    many = replace(ROW, num_tokens=128, flop_per_byte=8.0, gigaflops=150.0)
+    rows = [
+        ROW,
+        replace(ROW, variant="eager", kind="peer", ratio=1.26, gigaflops=6.0),
+        replace(ROW, variant="batched_mm", kind="peer", status="skipped", reason="needs 9 GB", **NOTHING),
+        many,
+        replace(many, variant="eager", kind="peer", status="wrong output", reason="worst error 2", **NOTHING),
+        replace(many, variant="batched_mm", kind="peer", status="skipped", reason="needs 9 GB", **NOTHING),
+        replace(ROW, dtype="bfloat16", status="wrong output", reason="worst error 3", **NOTHING),
+        replace(ROW, dtype="bfloat16", variant="eager", kind="peer", gigaflops=6.0),
+    ]
+    return Report(
+        command="moestro bench layer",
+        date="2026-01-02T03:04:05+00:00",
+        machine={**machine.describe(), "device": "cpu"},
+        versions={"torch": "2.13.0"},
+        roofs={"float32": Roof(20e9, 160e9), "bfloat16": Roof(20e9, 1e12)},
+        notes={"olmoe float32": ["60 of 64 experts: the rest does not fit"]},
+        rows=rows,
+    )
+
+
+def test_tables(report: Report) -> None:
+    console = Console(width=150, file=io.StringIO())
+    for table in tables(report):
+        console.print(table)
+    text = console.file.getvalue()
+    assert "olmoe float32 (H 2048, I 1024, E 60 of 64, K 8)" in text
+    assert "60 of 64 experts: the rest does not fit" in text
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert ["1", "moestro", "12,346", "16.3", "8.1", "81%", "-"] in lines
+    assert ["1", "eager", "12,346", "16.3", "6.0", "81%", "1.26x"] in lines
+    assert ["1", "batched_mm", "-", "-", "-", "-", "skipped"] in lines
+    assert ["128", "eager", "-", "-", "-", "-", "wrong output"] in lines
+    assert "T=1, 128: batched_mm skipped: needs 9 GB" in text
+    assert "T=128: eager wrong output: worst error 2" in text
+    assert "T=1: no ratio without it" in text
+
+
+def test_markdown(report: Report) -> None:
+    text = markdown(report)
+    assert text.startswith("# Layer benchmark, 2026-01-02\n")
+    assert "- float32 roof: 20.0 GB/s, 160 GFLOP/s, balance 8 FLOP per byte" in text
+    assert "| T | moestro, us | GB/s | GFLOP/s | of roof | eager | batched_mm |" in text
+    assert "| 1 | 12,346 | 16.3 | 8.1 | 81% | 1.26x | skipped |" in text
+    assert "| 128 | 12,346 | 16.3 | 150.0 | 81% | wrong output | skipped |" in text
+    assert "- T=1, 128: batched_mm skipped: needs 9 GB" in text
+    assert "- 60 of 64 experts: the rest does not fit" in text
+    assert "`moestro bench layer`" in text
+    widths = {len(line.split("|")) for line in text.split("## ")[1].splitlines() if line.startswith("|")}
+    assert widths == {9}
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
+def test_plot_is_written(report: Report, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"roof{ending}"
+    roofline(report, path)
+    if ending == ".png":
+        picture = imread(path)
+        assert picture.shape[0] > 500
+        assert picture.shape[1] > 1500  # two panels side by side
+        assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, 4).tolist()}) > 5
+    else:
+        assert path.stat().st_size > 5000
+
+
+def test_plot_refuses_what_it_cannot_draw(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"needs a name ending in \.png, \.svg, \.pdf"):
+        roofline(report, tmp_path / "roof.xyz")
+    report.rows = [row for row in report.rows if row.status != "ok"]
+    with pytest.raises(InvalidInputError, match="a report without times"):
+        roofline(report, tmp_path / "roof.png")

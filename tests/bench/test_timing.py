@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from moestro.bench import timing
+from moestro.bench.timing import alternate, ratio
+
+
+def trace(costs: dict[str, float], num_inputs: int, seconds: float):
+    """Run `alternate` on a fake clock; returns the calls in order as (variant, input), and the times."""
+    called: list[tuple[str, int]] = []
+
+    def timer(call):
+        return call()
+
+    def make(name, i):
+        return lambda: called.append((name, i)) or costs[name]
+
+    times = alternate({n: [make(n, i) for i in range(num_inputs)] for n in costs}, seconds, timer)
+    return called, times
+
+
+def test_rounds_alternate_and_turn_around() -> None:
+    called, times = trace({"a": 1.0, "b": 1.0, "c": 1.0}, 8, seconds=4.0)
+    assert "".join(name for name, _ in called) == "abccbaabccba"
+    assert times == {"a": [1.0] * 4, "b": [1.0] * 4, "c": [1.0] * 4}
+
+
+def test_a_slow_variant_leaves_with_three_samples() -> None:
+    called, times = trace({"fast": 0.125, "slow": 50.0}, 4, seconds=1.0)
+    assert len(times["slow"]) == timing.FEWEST_SAMPLES == 3
+    assert len(times["fast"]) == 8
+    assert [name for name, _ in called[-5:]] == ["fast"] * 5
+
+
+def test_samples_are_bounded() -> None:
+    _, times = trace({"a": 1e-9}, 1, seconds=1.0)
+    assert len(times["a"]) == timing.MOST_SAMPLES
+
+
+@pytest.mark.parametrize(("num_variants", "num_inputs"), list(itertools.product(range(1, 7), range(1, 17))))
+def test_every_variant_meets_every_input(num_variants: int, num_inputs: int) -> None:
+    names = [f"v{i}" for i in range(num_variants)]
+    called, _ = trace(dict.fromkeys(names, 1.0), num_inputs, seconds=float(2 * num_inputs))
+    for name in names:
+        assert {i for n, i in called if n == name} == set(range(num_inputs))
+    if num_inputs > num_variants:
+        for (_, first), (_, second) in itertools.pairwise(called):
+            assert first != second
+
+
+def test_nothing_to_time() -> None:
+    assert alternate({}, 1.0, lambda call: 1.0) == {}
+
+
+def test_ratio_pairs_rounds() -> None:
+    # The machine slowed down threefold after the second round; the paired ratio does not see it.
+    assert ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0, 3.0, 3.0]) == 2.0

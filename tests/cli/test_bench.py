@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moestro import machine
+from moestro.bench import layers
+from moestro.bench import peers as peers_module
+from moestro.bench.peers import Variant, ours
+from moestro.cli.bench import app
+from moestro.machine import Roof
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "measure", lambda dtype, device="cpu": Roof(1e10, 1e11))
+    for name, spec in layers.LAYERS.items():
+        sizes = {"hidden_size": 24, "intermediate_size": 16, "num_experts": 6, "top_k": min(spec.top_k, 3)}
+        monkeypatch.setitem(layers.LAYERS, name, replace(spec, **sizes))
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(app, ["layer", "--seconds-per-point", "0.0001", *arguments])
+
+
+def test_tables_and_files(tmp_path: Path) -> None:
+    found, picture = tmp_path / "found.json", tmp_path / "roof.png"
+    result = bench("--layer", "olmoe,mixtral", "--tokens", "1,3", "--json", str(found), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert "float32 roof: 10.0 GB/s, 100 GFLOP/s, balance 10 FLOP per byte" in result.output
+    for title in ("olmoe float32", "olmoe bfloat16", "mixtral float32", "mixtral bfloat16"):
+        assert f"{title} (H 24, I 16, E 6, K " in result.output
+    assert picture.stat().st_size > 10_000
+    rows = json.loads(found.read_text())["rows"]
+    assert {row["num_tokens"] for row in rows} == {1, 3}
+    assert {row["variant"] for row in rows} == {"moestro", "eager", "batched_mm", "grouped_mm", "torch-grouped_mm"}
+
+
+def test_json_alone_on_stdout() -> None:
+    result = bench("--tokens", "2", "--dtype", "float32", "--peers", "none", "--variant", "grouped,auto", "--json", "-")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["variant"] for row in rows] == ["moestro-grouped", "moestro"]
+    assert [row["ratio"] is None for row in rows] == [True, False]
+    assert "olmoe float32" in result.stderr
+
+
+def test_all_layers_quick() -> None:
+    result = CliRunner().invoke(
+        app, ["layer", "--layer", "all", "--quick", "--seconds-per-point", "1e-4", "--peers", "none", "--json", "-"]
+    )
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["layer"] for row in rows} == set(layers.LAYERS)
+    assert {row["num_tokens"] for row in rows} == {1, 16, 128}
+
+
+def test_wrong_output_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = ours("auto")
+    cheat = Variant("cheat", good.refuses, lambda layer: lambda x, routing: lambda: torch.zeros_like(x), good.cost)
+    monkeypatch.setitem(peers_module.PEERS, "cheat", cheat)
+    result = bench("--tokens", "2", "--peers", "cheat", "--dtype", "float32")
+    assert result.exit_code == 1
+    assert "wrong output: cheat, olmoe float32 T=2" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layer", "gpt5"], "got layer 'gpt5'; needs one of olmoe, "),
+        (["--tokens", "0"], "got tokens '0'; needs whole numbers of at least 1"),
+        (["--tokens", "-3"], "got tokens '-3'; needs whole numbers of at least 1"),
+        (["--tokens", "1,two"], "got tokens 'two'; needs whole numbers of at least 1"),
+        (["--tokens", ","], "0 token counts"),
+        (["--dtype", "float12"], "got dtype 'float12'; needs float32, bfloat16 or float16"),
+        (["--dtype", "int8"], "got torch.int8; needs float32, bfloat16 or float16"),
+        (["--variant", "fastest"], "got strategy='fastest'"),
+        (["--peers", "vllm"], "got peer 'vllm'; needs one of eager, "),
+        (["--device", "abacus"], "got device 'abacus'"),
+        (["--seconds-per-point", "0"], "got seconds per point 0.0"),
+        (["--plot", "roof.xyz"], "got 'roof.xyz'; needs a name ending in .png"),
+        (["--json", "no/such/folder/a.json"], "needs a name in a folder that exists"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_code_2(arguments: list[str], sentence: str) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moestro import machine
+from moestro.machine import Roof
+
+
+@pytest.fixture
+def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_PROBE_BYTES", 1 << 24)
+    monkeypatch.setattr(machine, "_SECONDS_PER_PROBE", 1e-3)
+    machine._roof.cache_clear()
+    yield
+    machine._roof.cache_clear()
+
+
+def test_roof_arithmetic() -> None:
+    roof = Roof(bytes_per_second=20e9, flops_per_second=160e9)
+    assert roof.balance == 8
+    assert roof.seconds(flops=160e9, nbytes=20e9) == 1  # at the balance both take equally long
+    assert roof.seconds(flops=160e9, nbytes=40e9) == 2
+    assert roof.seconds(flops=640e9, nbytes=40e9) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measure_finds_rates_a_machine_can_have(small_probe: None, dtype: torch.dtype) -> None:
+    roof = machine.measure(dtype)
+    assert 1e7 < roof.bytes_per_second < 1e14
+    assert 1e7 < roof.flops_per_second < 1e17
+
+
+def test_sixteen_bits_are_never_below_float32(monkeypatch: pytest.MonkeyPatch, small_probe: None) -> None:
+    rates = {torch.float32: 5.0, torch.float16: 1.0, torch.float64: 2.0}
+    monkeypatch.setattr(machine, "_matmul_rate", lambda dtype, device: rates[dtype])
+    monkeypatch.setattr(machine, "_bandwidth", lambda device: 1.0)
+    assert machine.measure(torch.float16).flops_per_second == 5.0
+    assert machine.measure(torch.float64).flops_per_second == 2.0
+
+
+def test_roof_is_measured_once(small_probe: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(machine, "measure", lambda dtype, device: calls.append((dtype, device)) or Roof(1.0, 2.0))
+    assert machine.roof(torch.float32) is machine.roof(torch.float32, torch.device("cpu"))
+    machine.roof(torch.bfloat16)
+    assert calls == [(torch.float32, "cpu"), (torch.bfloat16, "cpu")]
+
+
+def test_no_part_of_the_buffer_is_read_twice_in_a_row(small_probe: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real_sum, real_mv = torch.sum, torch.Tensor.__matmul__
+    monkeypatch.setattr(torch, "sum", lambda part: read.append(part.data_ptr()) or real_sum(part))
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: read.append(a.data_ptr()) or real_mv(a, b), raising=True
+    )
+    machine._bandwidth(torch.device("cpu"))
+    parts = len(set(read))
+    assert parts == 4
+    for i in range(len(read) - parts + 1):
+        assert len(set(read[i : i + parts])) == parts
+
+
+def test_probe_is_bounded_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, expected in ((64 << 30, 1 << 30), (1 << 30, 256 << 20), (0, 1 << 24)):
+        monkeypatch.setattr(machine, "available_bytes", lambda device="cpu", free=free: free)
+        assert machine.probe_bytes() == expected
+
+
+def test_available_bytes_obeys_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   1000 kB\n"}
+    monkeypatch.setattr(machine, "_read", lambda path: files.get(str(path), ""))
+    assert machine.available_bytes() == 1_024_000
+    files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "7\n"}
+    assert machine.available_bytes() == 1_024_000
+    files["/sys/fs/cgroup/memory.max"] = "507\n"
+    assert machine.available_bytes() == 500
+
+
+def test_processor_facts_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    x86 = "model name\t: Chip 9\nflags\t\t: fpu avx2 avx512_bf16 sse\n"
+    monkeypatch.setattr(machine, "_read", lambda path: x86)
+    assert machine.processor_name() == "Chip 9"
+    assert machine.features() == ["avx2", "avx512_bf16"]
+    monkeypatch.undo()
+    for index, (level, kind, size) in enumerate((("1", "Data", "48K"), ("2", "Unified", "2M"), ("3", "Unified", ""))):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        for name, text in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(text + "\n")
+    monkeypatch.setattr(machine, "_CACHES", tmp_path)
+    assert machine.cache_bytes() == {"L1d": 48 * 1024, "L2": 2 * 2**20}
+
+
+def test_describe_is_json() -> None:
+    facts = json.loads(json.dumps(machine.describe()))
+    assert facts["threads"] == torch.get_num_threads()
+    assert 0 < facts["memory_available_bytes"] <= facts["memory_bytes"]
+    assert facts["probe_bytes"] <= 1 << 30
+    assert facts["processor"]
+    assert set(facts) == {
+        "processor",
+        "architecture",
+        "features",
+        "cores",
+        "threads",
+        "cache_bytes",
+        "memory_bytes",
+        "memory_available_bytes",
+        "probe_bytes",
+        "accelerators",
+        "system",
+    }
