@@ -35,7 +35,7 @@ class MoE(nn.Module):
         router: maps x [T, H] to a `Routing`: `TopKRouter`, `GroupLimitedRouter`, or any module that does.
         experts: the routed experts.
         shared_experts: a module [T, H] -> [T, H] whose output is added, or None.
-        rewrite: applied to every routing, e.g. ``lambda r: keep_confident(r, threshold=0.1)``, or None.
+        rewrite: applied to every routing, e.g. ``lambda r: keep_confident(r, min_share=0.1)``, or None.
         dispatcher: for experts on several devices, or None.
 
     Raises:

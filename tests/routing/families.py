@@ -35,6 +35,16 @@ class Attr:
 
 
 @dataclass(frozen=True)
+class Inverse:
+    """One over a value that the family's configuration holds."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"1 / config.{self.name}"
+
+
+@dataclass(frozen=True)
 class Family:
     """How one router class scores, and how the test runs it.
 
@@ -74,7 +84,12 @@ class Family:
 
 
 def _resolve(values: dict[str, Any], config: SimpleNamespace) -> dict[str, Any]:
-    return {k: getattr(config, v.name) if isinstance(v, Attr) else v for k, v in values.items()}
+    def resolve(value: Any) -> Any:
+        if isinstance(value, Inverse):
+            return 1 / getattr(config, value.name)
+        return getattr(config, value.name) if isinstance(value, Attr) else value
+
+    return {k: resolve(v) for k, v in values.items()}
 
 
 def make_config(**overrides: Any) -> SimpleNamespace:
@@ -403,7 +418,7 @@ ROUTERS: dict[str, Family] = {
     ),
     "OlmoeTopKRouter": _softmax,
     "OpenAIPrivacyFilterTopKRouter": Family(
-        {"score": "softmax", "select_on": "logits", "scale": 1 / K}, note="scale is 1 / top_k"
+        {"score": "softmax", "select_on": "logits", "scale": Inverse("num_experts_per_tok")}
     ),
     "PhimoeTopKRouter": Family(
         {"score": "sparsemixer", "select_on": "logits", "tolerance": Attr("router_jitter_noise")},

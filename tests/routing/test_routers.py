@@ -169,6 +169,7 @@ def test_shared_experts_get_slots_and_count_in_the_sum():
     z = logits_of(0, 10, 6)
     scoring = Scoring("sigmoid", renormalize=True, shared_experts=2)
     correction = torch.zeros(4)
+    assert TopKRouter(3, 4, 2, scoring).num_experts == 6
     routing = route(z, 2, scoring, correction)
     assert (routing.expert_ids[:, 2:] == torch.tensor([4, 5])).all()
     assert (routing.expert_ids[:, :2] < 4).all()

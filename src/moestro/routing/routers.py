@@ -43,6 +43,7 @@ class TopKRouter(nn.Module):
         correction_bias: whether selection has a bias of its own, which never reaches the weights.
 
     Attributes:
+        num_experts: how many experts the ids name: E, or E + S with scoring.shared_experts S.
         weight: parameter [E, H] ([E + S, H] with scoring.shared_experts S).
         bias: parameter [E] ([E + S]), or None.
         correction_bias: buffer [E], float32, zero until loaded or set, or None.
@@ -72,9 +73,9 @@ class TopKRouter(nn.Module):
                 fix="Lower top_k or raise num_experts.",
             )
         self.top_k = top_k
-        self.num_experts = num_experts
         self.scoring = Scoring.of(scoring)
         rows = num_experts + self.scoring.shared_experts
+        self.num_experts = rows
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)

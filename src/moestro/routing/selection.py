@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moestro import reference
 from moestro.errors import invalid_input
-from moestro.ops.topk.plain import topk_by_sort
+from moestro.ops import topk
 from moestro.routing.scoring import Scoring, finish, prepare, score, score_selected
 from moestro.types import EMPTY, Routing
 
@@ -159,7 +159,7 @@ def best_indices(choice: Tensor, k: int) -> Tensor:
     """
     if torch.compiler.is_compiling() or choice.device.type != "cpu":
         torch._assert_async((choice == choice).all(), "[route] scores plus correction must not be NaN")
-        return reference.topk(choice, k) if choice.dtype == torch.float64 else topk_by_sort(choice, k)
+        return reference.topk(choice, k) if choice.dtype == torch.float64 else topk.run(choice, k)[1]
     values, indices = choice.topk(min(k + 1, choice.shape[-1]))
     indices = indices[:, :k]
     tied = ~(values[:, 1:] < values[:, :-1])  # true for NaN as well

@@ -51,6 +51,7 @@ class TwoStageRouter(nn.Module):
                 fix="similar_groups(router.weight, num_groups) makes groups.",
             )
         self.router = router
+        self.num_experts = router.num_experts
         self.top_groups = top_groups
         self.register_buffer("groups", groups.long(), persistent=False)
 
