@@ -12,6 +12,7 @@ from torch import nn
 
 from moestro.errors import UnsupportedError, invalid_input, unsupported
 from moestro.hf import experts
+from moestro.hf.activation import describe
 from moestro.hf.experts import PLAN, Plan
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import Adapter
@@ -28,7 +29,7 @@ INTERFACE = Adapter(
 """Every experts module that Transformers' own decorator prepared."""
 
 _STRATEGIES = ("auto", "grouped", "blockwise", "selective", "all_experts")
-_ROUTED = re.compile(r"(Experts|MoE|Moe|MoeMLP|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
+_ROUTED = re.compile(r"(Experts|MoE|Moe|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Served:
         path: its name inside the model ("model.layers.0.mlp.experts").
         module: its class.
         family: "experts interface", or the family whose adapter serves it.
-        activation: kind of the function between the matmuls ("custom" when it runs the module's own code).
+        activation: the function between the matmuls ("custom" when it runs the module's own code).
         layout: "K-contiguous", or "strided (reason)".
         strategy: the strategy it was asked for.
     """
@@ -92,7 +93,7 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
 def served(model: nn.Module) -> list[Served]:
     """The expert layers of `model` that moestro serves, and how; an empty list if there are none."""
     return [
-        Served(path, type(module).__name__, adapter.family, plan.activation.kind, plan.layout, strategy)
+        Served(path, type(module).__name__, adapter.family, describe(plan.activation), plan.layout, strategy)
         for path, module in model.named_modules()
         if (adapter := adapter_of(module)) is not None
         and (strategy := _strategy_of(module, adapter)) is not None
@@ -122,12 +123,13 @@ def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
             yield path, module, adapters[path]
         elif name in LEFT:
             taken.append(path)
-        elif name in REFUSED or (_routes(name) and not _above(path, adapters)):
+        elif name in REFUSED or (routes(name) and not _above(path, adapters)):
             reason = REFUSED.get(name, "moestro has no adapter for it, and Transformers' experts interface misses it")
             raise _refusal(model, path, name, reason)
 
 
-def _routes(name: str) -> bool:
+def routes(name: str) -> bool:
+    """Whether a module class of this name, in Transformers' way of naming, holds routed experts."""
     return bool(_ROUTED.search(name)) and "Shared" not in name
 
 

@@ -49,6 +49,18 @@ def recognise(function: Function, gated: bool, constants: tuple[float, ...] = ()
     return Activation(kind="custom", gated=gated, function=function)
 
 
+def describe(activation: Activation) -> str:
+    """The activation in a few words: "silu", or "silu (alpha 1.702, limit 7, up + 1)"."""
+    a = activation
+    words = [
+        f"alpha {a.alpha:g}" if a.alpha != 1 else "",
+        f"limit {a.limit:g}" if a.limit is not None else "",
+        f"up + {a.up_offset:g}" if a.up_offset else "",
+    ]
+    extra = ", ".join(word for word in words if word)
+    return f"{a.kind} ({extra})" if extra else a.kind
+
+
 def _candidates(gated: bool, constants: tuple[float, ...]) -> Iterator[Activation]:
     positive = tuple(dict.fromkeys(c for c in constants if 0 < c < float("inf")))
     limits = (None, *positive)

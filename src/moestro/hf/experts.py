@@ -1,8 +1,9 @@
 """The experts implementation: what runs where Transformers calls an experts module.
 
-An experts module of the interface holds ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [E, ., .], perhaps biases, and says by
-flags how they are laid out. `plan_of` reads the flags once and checks them against shapes and against the module's
-own gate; `serve` looks at the parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and training.
+An experts module of the interface holds ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [E, ., .], perhaps biases,
+and says by flags how they are laid out. `plan_of` reads the flags once and checks them against shapes and against the
+module's own gate; `serve` looks at the parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and
+training.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,11 +116,12 @@ def plan_of(module: nn.Module, flags: Flags | None = None) -> Plan:
         return plan
     flags = flags_of(module) if flags is None else flags
     if torch.compiler.is_compiling():
-        return _constant_plan(module, flags)
+        constant: Plan = _constant_plan(module, flags)
+        return constant
     return settle(module, inspect(module, flags))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_plan(module: nn.Module, flags: Flags) -> Plan:
     return inspect(module, flags)
 
@@ -132,19 +135,19 @@ def settle(module: nn.Module, plan: Plan) -> Plan:
     return plan
 
 
-def expert_weights(module: nn.Module, plan: Plan) -> ExpertWeights:
+def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
     """The module's parameters of this moment as `ExpertWeights`; nothing is copied."""
     flags = plan.flags
-    gate_up, down = getattr(module, flags.up_name), getattr(module, "down_proj")
+    gate_up, down = getattr(module, flags.up_name), module.down_proj
     if flags.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     return ExpertWeights(
         dense(gate_up),
         dense(down),
         getattr(module, f"{flags.up_name}_bias") if flags.biased else None,
-        getattr(module, "down_proj_bias") if flags.biased else None,
+        module.down_proj_bias if flags.biased else None,
         plan.activation,
-        getattr(module, "post_expert_norm") if flags.output_norm else None,
+        module.post_expert_norm if flags.output_norm else None,
     )
 
 

@@ -22,6 +22,7 @@ class Adapter:
         inspect: reads a module without changing it; raises `UnsupportedError`.
         settle: rearranges storage where the family needs it, and remembers the plan in the module.
         forward: takes the module, then what the family's own forward takes, and a keyword `strategy`.
+        layout: what is unusual about its experts, in words.
         left: module classes of the family that route but are no expert MLPs, and stay with Transformers.
     """
 
@@ -30,6 +31,7 @@ class Adapter:
     inspect: Callable[[nn.Module], Plan]
     settle: Callable[[nn.Module, Plan], Plan]
     forward: Callable[..., Any]
+    layout: str = ""
     left: tuple[str, ...] = ()
 
 

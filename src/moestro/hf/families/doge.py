@@ -5,19 +5,22 @@ Experts are the cells of a num_keys x num_keys grid; a token scores the two axes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moestro.formats import dense
 from moestro.hf import experts
+from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter, present, recall, remember
 from moestro.weights import ExpertWeights
 
 
-def inspect(module: nn.Module) -> Plan:
+def inspect(module: Any) -> Plan:
     present(module, _embeddings(module))
-    return Plan(experts.recognise(module.act_fn, False))  # type: ignore[arg-type]
+    return Plan(recognise(module.act_fn, False))
 
 
 def route(logits: Tensor, num_keys: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -29,12 +32,12 @@ def route(logits: Tensor, num_keys: int, top_k: int) -> tuple[Tensor, Tensor]:
     return cell_ids.gather(-1, best), scores
 
 
-def forward(module: nn.Module, hidden_states: Tensor, *, strategy: str, **_: object) -> tuple[Tensor, Tensor]:
+def forward(module: Any, hidden_states: Tensor, *, strategy: str, **_: object) -> tuple[Tensor, Tensor]:
     """DogeCDMoE: hidden_states [B, S, H] -> (output [B, S, H], router_logits [2, B * S, num_keys])."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     # Two halves of the flat result, not of each token's row: the family's own order, which its checkpoints rely on.
-    logits = module.router_gate(hidden_states).view(2, len(rows), -1)  # type: ignore[operator]
-    ids, scores = route(logits, int(module.num_keys), int(module.top_k))  # type: ignore[arg-type]
+    logits = module.router_gate(hidden_states).view(2, len(rows), -1)
+    ids, scores = route(logits, int(module.num_keys), int(module.top_k))
     routing_weights = torch.softmax(scores, dim=-1)
     if module.norm_topk_prob:
         routing_weights = routing_weights / routing_weights.sum(dim=-1, keepdim=True)
@@ -43,13 +46,13 @@ def forward(module: nn.Module, hidden_states: Tensor, *, strategy: str, **_: obj
         dense(into.unsqueeze(1)), dense(out.unsqueeze(2)), activation=recall(module, inspect).activation
     )
     routed = experts.apply(rows, ids, routing_weights, weights, strategy).view(hidden_states.shape)
-    gate = module.act_fn(module.gate_proj(hidden_states))  # type: ignore[operator]
-    shared = module.down_proj(gate * module.up_proj(hidden_states))  # type: ignore[operator]
+    gate = module.act_fn(module.gate_proj(hidden_states))
+    shared = module.down_proj(gate * module.up_proj(hidden_states))
     return shared + routed, logits
 
 
-def _embeddings(module: nn.Module) -> tuple[Tensor, Tensor]:
+def _embeddings(module: Any) -> tuple[Tensor, Tensor]:
     return module.get_parameter("down_embed.weight"), module.get_parameter("up_embed.weight")
 
 
-DOGE = Adapter("Doge", "DogeCDMoE", inspect, remember, forward)
+DOGE = Adapter("Doge", "DogeCDMoE", inspect, remember, forward, "embedding rows, not gated")

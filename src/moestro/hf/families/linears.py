@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moestro.formats import dense
+from moestro.formats import PackedTensor, dense
 from moestro.hf import experts
+from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter, join, present, recall, remember
 from moestro.types import EMPTY, Activation, Routing
@@ -32,7 +34,7 @@ SWITCH_NAMES = Names("wi", "wo")
 NLLB_NAMES = Names("fc1", "fc2")
 
 
-def inspect(names: Names, module: nn.Module) -> Plan:
+def inspect(names: Names, module: Any) -> Plan:
     layers = [getattr(e, name) for e in _experts(module) for name in (names.first, names.second)]
     changed = sorted({type(layer).__name__ for layer in layers if type(layer) is not nn.Linear})
     if changed:
@@ -41,29 +43,31 @@ def inspect(names: Names, module: nn.Module) -> Plan:
     dtypes = sorted({str(layer.weight.dtype) for layer in layers})
     if len(dtypes) > 1:
         raise experts.refuse(module, f"expert weights of {' and '.join(dtypes)}", "one dtype for both layers")
-    return Plan(experts.recognise(_experts(module)[0].act, False))  # type: ignore[arg-type]
+    return Plan(recognise(_experts(module)[0].act, False))
 
 
-def expert_weights(names: Names, module: nn.Module) -> ExpertWeights:
+def expert_weights(names: Names, module: Any) -> ExpertWeights:
     """All experts' linear layers as one value: gate_up [E, I, H], down [E, H, I], biases where they exist."""
     own = _experts(module)
 
-    def stacked(layer: str, name: str) -> Tensor | None:
-        parameters = [getattr(getattr(e, layer), name) for e in own]
-        return None if parameters[0] is None else join(module, f"{layer}_{name}", parameters, dim=0)
+    def weight(layer: str) -> PackedTensor:
+        return dense(join(module, f"{layer}.weight", [getattr(e, layer).weight for e in own], dim=0))
+
+    def bias(layer: str) -> Tensor | None:
+        biases = [getattr(e, layer).bias for e in own]
+        return None if biases[0] is None else join(module, f"{layer}.bias", biases, dim=0)
 
     activation = recall(module, partial(inspect, names)).activation
     dropout = own[0].dropout
-    if module.training and dropout.p > 0:  # type: ignore[operator, union-attr]
+    if module.training and dropout.p > 0:
         act = own[0].act
-        activation = Activation("custom", gated=False, function=lambda z: dropout(act(z)))  # type: ignore[operator]
-    matrices = [dense(w) for name in (names.first, names.second) if (w := stacked(name, "weight")) is not None]
-    biases = stacked(names.first, "bias"), stacked(names.second, "bias")
-    return ExpertWeights(*matrices, *biases, activation=activation)
+        activation = Activation("custom", gated=False, function=lambda z: dropout(act(z)))
+    first, second = names.first, names.second
+    return ExpertWeights(weight(first), weight(second), bias(first), bias(second), activation)
 
 
 def forward_switch(
-    module: nn.Module, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor, *, strategy: str
+    module: Any, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor, *, strategy: str
 ) -> Tensor:
     """SwitchTransformersExperts: rows [T, H], a one-hot choice [T, 1, E] (all zero where the expert is full) and
     weights [T, 1] -> [T, H]."""
@@ -86,30 +90,31 @@ class Meaning(Enum):
     FIRST_CHOICE = 50.0
 
 
-def meaning_of(module: nn.Module) -> Meaning:
+def meaning_of(module: Any) -> Meaning:
     """Ask the family's own forward, with experts that multiply by 1, 10, 100, 1000 (the values of `Meaning`).
 
     One token with weights 0, 1/4, 1/2, 0 and slot 2 marked tells the three apart.
     """
-    own = type(module)
+    own: Any = type(module)
     stand_in = own.__new__(own)
-    nn.ModuleDict.__init__(stand_in)  # type: ignore[arg-type]
-    stand_in.num_experts, stand_in.moe_token_dropout = 4, 0.0  # type: ignore[assignment]
+    nn.ModuleDict.__init__(stand_in)
+    stand_in.num_experts, stand_in.moe_token_dropout = 4, 0.0
     for e in range(4):
-        stand_in[f"expert_{e}"] = _Times(10.0**e)  # type: ignore[operator, index]
+        stand_in[f"expert_{e}"] = _Times(10.0**e)
     answer = float(stand_in(torch.ones(1, 1), torch.tensor([[0, 0, 1, 0]]), torch.tensor([[0.0, 0.25, 0.5, 0.0]])))
-    if answer not in Meaning:
-        raise experts.refuse(module, f"a forward that answers {answer} to the probe", "one of the known meanings")
-    return Meaning(answer)
+    for meaning in Meaning:
+        if meaning.value == answer:
+            return meaning
+    raise experts.refuse(module, f"a forward that answers {answer} to the probe", "one of the known meanings")
 
 
-def inspect_nllb(module: nn.Module) -> Plan:
+def inspect_nllb(module: Any) -> Plan:
     meaning_of(module)
     return inspect(NLLB_NAMES, module)
 
 
 def forward_nllb(
-    module: nn.Module, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor, *, strategy: str
+    module: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor, *, strategy: str
 ) -> Tensor:
     """NllbMoeExperts: rows [T, H], a 0/1 mask [T, E] of first choices and weights [T, E] -> [T, H]."""
     meaning, first = meaning_of(module), router_mask.bool()
@@ -121,9 +126,9 @@ def forward_nllb(
         probs = probs if meaning is Meaning.BY_SLOT else probs.masked_fill(~first, 0)
         probs, ids = probs.topk(2, dim=-1)
     weights = expert_weights(NLLB_NAMES, module)
-    dropout = float(module.moe_token_dropout)  # type: ignore[arg-type]
+    dropout = float(module.moe_token_dropout)
     if dropout > 0 and module.training:
-        weights = replace(weights, output_norm=module.token_dropout)  # type: ignore[arg-type]
+        weights = replace(weights, output_norm=module.token_dropout)
     elif dropout > 0:
         probs = probs * (1 - dropout)
     routing = Routing(torch.where(probs == 0, EMPTY, ids), probs)
@@ -139,11 +144,18 @@ class _Times(nn.Module):
         return x * self.factor
 
 
-def _experts(module: nn.Module) -> list[nn.Module]:
+def _experts(module: Any) -> list[Any]:
     return [m for name, m in module.named_children() if name.startswith("expert_")]
 
 
+_LAYOUT = "two linear layers an expert, not gated"
+
 SWITCH = Adapter(
-    "Switch Transformers", "SwitchTransformersExperts", partial(inspect, SWITCH_NAMES), remember, forward_switch
+    "Switch Transformers",
+    "SwitchTransformersExperts",
+    partial(inspect, SWITCH_NAMES),
+    remember,
+    forward_switch,
+    _LAYOUT,
 )
-NLLB_MOE = Adapter("NLLB-MoE", "NllbMoeExperts", inspect_nllb, remember, forward_nllb)
+NLLB_MOE = Adapter("NLLB-MoE", "NllbMoeExperts", inspect_nllb, remember, forward_nllb, f"{_LAYOUT}, biases")

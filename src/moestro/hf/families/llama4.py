@@ -7,8 +7,9 @@ experts on all tokens. A zero input gives a zero output here (no biases), so the
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moestro.hf import experts
 from moestro.hf.experts import Flags, Plan
@@ -17,26 +18,26 @@ from moestro.hf.families.base import Adapter, present, remember
 TRANSPOSED = Flags(transposed=True)
 
 
-def inspect(module: nn.Module) -> Plan:
+def inspect(module: Any) -> Plan:
     inner = module.get_submodule("experts")
     present(inner, inner.parameters())
     return experts.inspect(inner, TRANSPOSED)
 
 
-def settle(module: nn.Module, plan: Plan) -> Plan:
+def settle(module: Any, plan: Plan) -> Plan:
     return remember(module, experts.settle(module.get_submodule("experts"), plan))
 
 
-def forward(module: nn.Module, hidden_states: Tensor, *, strategy: str) -> tuple[Tensor, Tensor]:
+def forward(module: Any, hidden_states: Tensor, *, strategy: str) -> tuple[Tensor, Tensor]:
     """Llama4TextMoe: hidden_states [..., H] -> (output [T, H], router_logits [T, E])."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    scores, logits = module.router(rows)  # type: ignore[operator]
+    scores, logits = module.router(rows)
     weights, ids = scores.topk(module.top_k, dim=-1)
     inner = module.get_submodule("experts")
     expert_weights = experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
     routing = replace(experts.trusted_routing(ids, weights, expert_weights.num_experts), weight_on="input")
     routed = experts.run_rows(rows, routing, expert_weights, strategy)
-    return module.shared_expert(rows) + routed, logits  # type: ignore[operator]
+    return module.shared_expert(rows) + routed, logits
 
 
-LLAMA4 = Adapter("Llama 4", "Llama4TextMoe", inspect, settle, forward)
+LLAMA4 = Adapter("Llama 4", "Llama4TextMoe", inspect, settle, forward, "transposed, weight on the input")

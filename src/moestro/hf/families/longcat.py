@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moestro.formats import dense
 from moestro.hf import experts
+from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter, present, recall, remember
 from moestro.weights import ExpertWeights
 
 
-def inspect(module: nn.Module) -> Plan:
+def inspect(module: Any) -> Plan:
     num_experts = _num_experts(module)
     if num_experts:
         gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
@@ -24,12 +27,10 @@ def inspect(module: nn.Module) -> Plan:
                 f"both for its {num_experts} routed experts",
             )
     gate = experts.gate_of(module, gated=True)
-    return Plan(experts.recognise(gate, True, experts.constants_of(module)))
+    return Plan(recognise(gate, True, experts.constants_of(module)))
 
 
-def forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str
-) -> Tensor:
+def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str) -> Tensor:
     """LongcatFlashExperts: hidden_states [T, H], ids and weights [T, K] -> [T, H]."""
     num_experts = _num_experts(module)
     kept = torch.where(top_k_index >= num_experts, top_k_weights, 0).sum(-1, keepdim=True)
@@ -44,8 +45,8 @@ def forward(
     return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy) + identity
 
 
-def _num_experts(module: nn.Module) -> int:
-    return int(module.num_routed_experts)  # type: ignore[arg-type]
+def _num_experts(module: Any) -> int:
+    return int(module.num_routed_experts)
 
 
-LONGCAT_FLASH = Adapter("LongCat-Flash", "LongcatFlashExperts", inspect, remember, forward)
+LONGCAT_FLASH = Adapter("LongCat-Flash", "LongcatFlashExperts", inspect, remember, forward, "identity experts")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from moestro.hf import experts
 from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter
 
 
-def inspect(module: nn.Module) -> Plan:
+def inspect(module: Any) -> Plan:
     return experts.inspect(module, experts.flags_of(module))
 
 
-STEP3P7 = Adapter("Step-3.7", "Step3p7Experts", inspect, experts.settle, experts.serve)
+STEP3P7 = Adapter("Step-3.7", "Step3p7Experts", inspect, experts.settle, experts.serve, "clamp after the activation")
