@@ -71,13 +71,17 @@ def test_bytes_and_flops_by_hand(tiny) -> None:
 def test_experts_that_fit() -> None:
     spec = LAYERS["deepseek-v3"]
     each = 3 * 7168 * 2048 * 2
-    assert experts_that_fit(spec, torch.bfloat16, 1 << 40) == 256
-    assert experts_that_fit(spec, torch.bfloat16, RESERVE_BYTES + 100 * each + 1) == 100
+    assert experts_that_fit(spec, torch.bfloat16, 1 << 40, 2048) == 256
+    # One token of eight pairs works on at most 8 * 4 * (H + I) numbers.
+    reserve = RESERVE_BYTES + 2 * 8 * 4 * (7168 + 2048) * 2
+    assert experts_that_fit(spec, torch.bfloat16, reserve + 100 * each, 1) == 100
+    assert experts_that_fit(spec, torch.bfloat16, reserve + 100 * each - 1, 1) == 99
     # A transposed family needs room for both layouts.
     scout = LAYERS["llama4-scout"]
-    assert experts_that_fit(scout, torch.float32, RESERVE_BYTES + 5 * 2 * 3 * 5120 * 8192 * 4) == 5
-    with pytest.raises(UnsupportedError, match=r"deepseek-v3 in bfloat16 with 2\.1 GB"):
-        experts_that_fit(spec, torch.bfloat16, RESERVE_BYTES)
+    reserve = RESERVE_BYTES + 2 * 4 * (5120 + 8192) * 4
+    assert experts_that_fit(scout, torch.float32, reserve + 5 * 2 * 3 * 5120 * 8192 * 4, 1) == 5
+    with pytest.raises(UnsupportedError, match=r"deepseek-v3 in bfloat16 with 2\.1 GB .* needs 2\.9 GB for the 8"):
+        experts_that_fit(spec, torch.bfloat16, RESERVE_BYTES, 1)
 
 
 def test_fewer_experts_are_said(tiny) -> None:

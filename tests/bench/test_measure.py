@@ -131,7 +131,7 @@ def test_too_much_memory_or_time(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_experts_than_published(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", lambda spec, dtype, free: 4)
+    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", lambda spec, dtype, free, num_tokens: 4)
     report = run(plan(tiny("deepseek-v3"), peers=()))
     assert {(row.num_experts, row.published_num_experts) for row in report.rows} == {(4, 6)}
     assert report.notes["deepseek-v3 float32"][0].startswith("4 of 6 experts")

@@ -13,7 +13,7 @@ from moestro.types import EMPTY, GPT_OSS_SWIGLU, SWIGLU, Activation, Routing, We
 from moestro.weights import ExpertWeights
 
 RESERVE_BYTES = 2 << 30
-"""Memory left to activations, the reference and everything else when deciding how many experts fit."""
+"""Memory left to the reference and to everything else when deciding how many experts fit."""
 
 
 @dataclass(frozen=True)
@@ -142,22 +142,30 @@ class Layer:
         return notes
 
 
-def experts_that_fit(spec: LayerSpec, dtype: torch.dtype, free_bytes: int) -> int:
-    """How many of the layer's experts fit into memory beside `RESERVE_BYTES`, all of them at most.
+def experts_that_fit(spec: LayerSpec, dtype: torch.dtype, free_bytes: int, num_tokens: int) -> int:
+    """How many of the layer's experts fit into memory, all of them at most.
+
+    Beside them fit `RESERVE_BYTES` and twice what a call on `num_tokens` tokens works on.
 
     Raises:
         UnsupportedError: not even top_k of them do.
     """
     each = _stored_bytes(spec, dtype, 1)
-    count = min(max(free_bytes - RESERVE_BYTES, 0) // each, spec.num_experts)
+    reserve = RESERVE_BYTES + 2 * working_bytes(spec, dtype, num_tokens * spec.top_k)
+    count = min(max(free_bytes - reserve, 0) // each, spec.num_experts)
     if count < spec.top_k:
         raise unsupported(
             "bench layer",
             got=f"{spec.name} in {_name(dtype)} with {free_bytes / 1e9:.1f} GB of free memory",
-            needs=f"{(each * spec.top_k + RESERVE_BYTES) / 1e9:.1f} GB for the {spec.top_k} experts of one token",
+            needs=f"{(each * spec.top_k + reserve) / 1e9:.1f} GB for the {spec.top_k} experts of one token",
             fix="Use a smaller layer or a 16-bit dtype, or free memory.",
         )
     return count
+
+
+def working_bytes(spec: LayerSpec, dtype: torch.dtype, num_pairs: int) -> int:
+    """Upper estimate of what a call holds for its (token, expert) pairs: input, two halves, product, output, spares."""
+    return num_pairs * 4 * (spec.hidden_size + spec.intermediate_size) * dtype.itemsize
 
 
 def make_layer(spec: LayerSpec, dtype: torch.dtype, num_experts: int, device: torch.device | str = "cpu") -> Layer:

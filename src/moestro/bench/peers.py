@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moestro.bench.layers import Layer, LayerSpec, active_bytes, flops
+from moestro.bench.layers import Layer, LayerSpec, active_bytes, flops, working_bytes
 from moestro.errors import invalid_input
 from moestro.ops import expert_mlp
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -56,10 +56,8 @@ class Variant:
 
 
 def _cost(layer: Layer, routing: Routing) -> Cost:
-    pairs = routing.expert_ids.numel()
-    spec, size = layer.spec, layer.dtype.itemsize
-    workspace = pairs * (4 * spec.hidden_size + 4 * spec.intermediate_size) * size
-    return Cost(flops(spec, routing), active_bytes(layer, routing), workspace)
+    workspace = working_bytes(layer.spec, layer.dtype, routing.expert_ids.numel())
+    return Cost(flops(layer.spec, routing), active_bytes(layer, routing), workspace)
 
 
 def _gathering_cost(layer: Layer, routing: Routing) -> Cost:
@@ -71,7 +69,7 @@ def _gathering_cost(layer: Layer, routing: Routing) -> Cost:
 def _dense_cost(layer: Layer, routing: Routing) -> Cost:
     """Every expert on every token."""
     spec, rows = layer.spec, routing.num_tokens * layer.num_experts
-    workspace = rows * (3 * spec.hidden_size + 5 * spec.intermediate_size) * layer.dtype.itemsize
+    workspace = rows * (2 * spec.hidden_size + 4 * spec.intermediate_size) * layer.dtype.itemsize
     nbytes = layer.num_experts * layer.weights.bytes_per_expert
     return Cost(6 * spec.hidden_size * spec.intermediate_size * rows, nbytes, workspace)
 

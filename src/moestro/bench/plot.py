@@ -90,12 +90,13 @@ def _panel(axis: Any, rows: list[Row], roof: Roof, styles: dict[str, dict[str, A
     axis.annotate(
         f"{peak:,.0f} GFLOP/s", (right, peak), (-4, 4), textcoords="offset points", ha="right", color=INK, fontsize=8
     )
+    middle = (left * roof.balance) ** 0.5
     axis.annotate(
         f"{bandwidth:.1f} GB/s",
-        (left, bandwidth * left),
-        (12, -2),
+        (middle, bandwidth * middle),
+        (-6, 4),
         textcoords="offset points",
-        va="top",
+        ha="right",
         color=INK,
         fontsize=8,
     )
