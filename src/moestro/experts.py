@@ -112,5 +112,5 @@ class Experts(nn.Module):
         return run(x, routing, self.weights, self.strategy)
 
     def extra_repr(self) -> str:
-        e, n, h = self.gate_up.shape
+        e, _, h = self.gate_up.shape
         return f"num_experts={e}, hidden_size={h}, intermediate_size={self.down.shape[2]}, strategy={self.strategy!r}"

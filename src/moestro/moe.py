@@ -140,9 +140,10 @@ class FFN(MoE):
         """
         gated, first, last = _dense_layers(dense)
         if any(layer.bias is not None for layer in (*first, last)) or (not gated and activation is None):
+            lacking = "with biases" if gated else "without a named activation, or with biases"
             raise invalid_input(
                 "FFN.from_dense",
-                got=f"{type(dense).__name__} {'with biases' if gated else 'without a named activation, or with biases'}",
+                got=f"{type(dense).__name__} {lacking}",
                 needs="linear layers without biases, and an activation for a plain FFN",
                 fix='Pass e.g. Activation(kind="gelu", gated=False), and drop the biases.',
             )

@@ -6,6 +6,8 @@ weights; it is slow and does not try to be anything else. T, H, I, E, K as in `m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu-tanh": lambda z: F.gelu(z, approximate="tanh"),
     "relu": torch.relu,
@@ -99,7 +101,7 @@ def group_limited_topk(
     """DeepSeek-V3: sigmoid scores; `correction` [E] decides who is selected and never reaches the weights."""
     scores = torch.sigmoid(logits.float())
     biased = scores + correction
-    by_group = biased.unflatten(-1, (num_groups, -1))
+    by_group = biased.reshape(biased.shape[0], num_groups, biased.shape[1] // num_groups)
     group_score = by_group.topk(2, dim=-1).values.sum(-1)
     kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(-1, topk(group_score, top_groups), True)
     ids = topk(by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2), top_k)

@@ -116,7 +116,8 @@ def _slope(z: Tensor, activation: Activation) -> Tensor:
         return s * (1 + activation.alpha * z * (1 - s))
     if kind in ("gelu", "gelu-tanh"):
         approximate = "tanh" if kind == "gelu-tanh" else "none"
-        return torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
+        slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
+        return slope
     if kind == "sigmoid":
         s = torch.sigmoid(z)
         return s * (1 - s)

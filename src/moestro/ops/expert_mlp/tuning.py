@@ -38,7 +38,7 @@ def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
 
 
 def parse_strategy(strategy: str) -> tuple[str, int | None]:
-    """"blockwise-64" -> ("blockwise", 64); any other name -> (name, None).
+    """Split a block size off: blockwise-64 -> ("blockwise", 64); any other name -> (name, None).
 
     Raises:
         InvalidInputError: not a strategy, or a block size that is not a positive integer.

@@ -1,0 +1,437 @@
+"""Every implementation and strategy of the primitive against the reference."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moestro
+from moestro import Activation, ExpertWeights, Routing, reference
+from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.ops import _select
+from moestro.ops.expert_mlp import matmul as mm
+from moestro.ops.expert_mlp import plain, tuning
+from moestro.ops.expert_mlp.backward import activation_backward
+from moestro.ops.expert_mlp.library import decode, encode
+from tolerances import assert_close, bit_equal
+
+from . import problems
+
+STRATEGIES = ("grouped", "selective", "all_experts", "blockwise-1", "blockwise-4", "blockwise-16")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check(x, routing, weights, strategy):
+    y = moestro.expert_mlp(x, routing, weights, strategy)
+    assert y.dtype == x.dtype
+    assert_close(y, reference.expert_mlp(x, routing, weights), x.dtype)
+
+
+@given(
+    sizes=problems.sizes(),
+    activation=st.sampled_from(problems.ACTIVATIONS),
+    kind=st.sampled_from(problems.KINDS),
+    bias=st.booleans(),
+    transposed=st.booleans(),
+    weight_on=st.sampled_from(("output", "input")),
+    strategy=st.sampled_from(STRATEGIES),
+    seed=st.integers(0, 2**16),
+)
+def test_strategies_meet_the_reference_float32(sizes, activation, kind, bias, transposed, weight_on, strategy, seed):
+    torch.manual_seed(seed)
+    weights = problems.weights(sizes, activation, torch.float32, bias=bias, transposed=transposed)
+    routing = problems.routing(sizes, kind=kind, weight_on=weight_on)
+    check(torch.randn(sizes.num_tokens, sizes.hidden_size), routing, weights, strategy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("activation", [problems.ACTIVATIONS[0], problems.ACTIVATIONS[-1]], ids=["swiglu", "gpt-oss"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 150])
+def test_every_dtype(dtype, strategy, activation, num_tokens):
+    torch.manual_seed(num_tokens)
+    sizes = problems.Sizes(num_tokens, 72, 40, 5, 3)
+    weights = problems.weights(sizes, activation, dtype, bias=True)
+    check(torch.randn(num_tokens, 72).to(dtype), problems.routing(sizes), weights, strategy)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 4), (7, 1), (64, 8)])
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_extreme_numbers_of_experts(num_experts, top_k, kind):
+    torch.manual_seed(0)
+    sizes = problems.Sizes(11, 12, 10, num_experts, top_k)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes, kind=kind)
+    x = torch.randn(11, 12)
+    for strategy in STRATEGIES:
+        check(x, routing, weights, strategy)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (0, 0), (3, 0)])
+def test_nothing_to_do(strategy, num_tokens, top_k):
+    weights = problems.weights(problems.Sizes(0, 6, 4, 3, 2), Activation(), torch.float32)
+    routing = Routing(torch.zeros(num_tokens, top_k, dtype=torch.long), torch.zeros(num_tokens, top_k))
+    y = moestro.expert_mlp(torch.randn(num_tokens, 6), routing, weights, strategy)
+    assert torch.equal(y, torch.zeros(num_tokens, 6))
+
+
+def test_forty_thousand_tokens():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(40_000, 8, 4, 16, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes)
+    x = torch.randn(40_000, 8)
+    expected = moestro.expert_mlp(x, routing, weights, "all_experts")
+    for strategy in ("auto", "grouped", "selective", "blockwise-64"):
+        assert_close(moestro.expert_mlp(x, routing, weights, strategy), expected)
+    assert_close(expected[-50:], reference.expert_mlp(x, routing, weights)[-50:])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float16_keeps_what_overflows_between_the_matmuls(strategy):
+    """gate * up reaches 1e6 here, far beyond float16, and the output is back in range."""
+    gate_up, down = torch.full((1, 8, 4), 125.0), torch.full((1, 4, 4), 2.0**-10)
+    weights = ExpertWeights.from_dense(gate_up.half(), down.half())
+    routing = Routing(torch.zeros(2, 1, dtype=torch.long), torch.tensor([[0.5], [1.0]]))
+    x = torch.full((2, 4), 2.0).half()
+    y = moestro.expert_mlp(x, routing, weights, strategy)
+    assert torch.isfinite(y).all()
+    check(x, routing, weights, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_slots_that_cancel_beyond_half_precision(strategy):
+    """Two slots of +-60000 and one of 1 sum to 1: the sum over slots must not be taken in float16."""
+    down = torch.tensor([60000.0, -60000.0, 1.0]).reshape(3, 1, 1).half()
+    weights = ExpertWeights.from_dense(torch.ones(3, 1, 1).half(), down, activation=Activation("relu", gated=False))
+    routing = Routing(torch.tensor([[0, 1, 2], [0, 0, 1]]), torch.ones(2, 3))
+    y = moestro.expert_mlp(torch.ones(2, 1).half(), routing, weights, strategy)
+    assert y.tolist() == [[1.0], [60000.0]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_poisoned_expert_nobody_picks_is_never_read(strategy):
+    torch.manual_seed(0)
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    weights = problems.weights(sizes, Activation(), torch.float32)
+    weights.gate_up.data[2] = weights.down.data[2] = torch.nan
+    ids = torch.tensor([[0, 1], [1, 3], [3, -1]]).repeat(3, 1)
+    y = moestro.expert_mlp(torch.randn(9, 8), Routing(ids, torch.rand(9, 2)), weights, strategy)
+    assert torch.isfinite(y).all()
+
+
+def test_duplicate_slots_count_with_the_sum_of_their_weights():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(4, 8, 6, 3, 2)
+    weights, x = problems.weights(sizes, Activation(), torch.float32), torch.randn(4, 8)
+    twice = Routing(torch.ones(4, 2, dtype=torch.long), torch.full((4, 2), 0.25))
+    once = Routing(torch.ones(4, 1, dtype=torch.long), torch.full((4, 1), 0.5))
+    for strategy in STRATEGIES:
+        y = moestro.expert_mlp(x, twice, weights, strategy)
+        assert_close(y, moestro.expert_mlp(x, once, weights, strategy))
+
+
+def test_non_contiguous_and_memory_mapped_weights(tmp_path):
+    torch.manual_seed(0)
+    sizes = problems.Sizes(5, 12, 10, 3, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes)
+    x = torch.randn(5, 12)
+    expected = reference.expert_mlp(x, routing, weights)
+    wide = torch.full((3, 20, 24), torch.nan)
+    wide[:, :, ::2] = weights.gate_up.data
+    (tmp_path / "down.bin").write_bytes(weights.down.data.numpy().tobytes())
+    mapped = torch.from_file(str(tmp_path / "down.bin"), shared=False, size=weights.down.data.numel())
+    strided = ExpertWeights.from_dense(wide[:, :, ::2], mapped.reshape(3, 12, 10))
+    for strategy in STRATEGIES:
+        assert_close(moestro.expert_mlp(x.repeat(1, 2)[:, :12], routing, strided, strategy), expected)
+
+
+def test_output_norm_is_applied_before_the_weight():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    base = problems.weights(sizes, Activation(), torch.float32)
+    normed = ExpertWeights(base.gate_up, base.down, output_norm=lambda y: y / y.norm(dim=-1, keepdim=True))
+    x, routing = torch.randn(9, 8), problems.routing(sizes, kind="full")
+    for strategy in STRATEGIES:
+        check(x, routing, normed, strategy)
+    one = Routing(routing.expert_ids[:, :1], torch.full((9, 1), 3.0))
+    assert_close(moestro.expert_mlp(x, one, normed).norm(dim=1), torch.full((9,), 3.0))
+
+
+def test_custom_activation():
+    torch.manual_seed(0)
+    custom = Activation("custom", function=lambda z: z[..., :6].sin() * z[..., 6:])
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    weights = problems.weights(sizes, custom, torch.float32)
+    for strategy in STRATEGIES:
+        check(torch.randn(9, 8), problems.routing(sizes), weights, strategy)
+
+
+@pytest.mark.parametrize("way", list(mm.Way), ids=lambda w: w.value)
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_way_to_multiply(way, num_rows, stored):
+    """All of them, whichever this processor would choose; panels are made smaller than the matrix."""
+    torch.manual_seed(0)
+    if way is mm.Way.VECTOR and num_rows > 1:
+        pytest.skip("a matrix-vector product has one row")
+    widened = way in (mm.Way.WIDEN, mm.Way.WIDEN_COLUMNS)
+    w = (torch.randn(4200, 70) / 8).to(stored)
+    x = torch.randn(num_rows, 70).to(torch.float32 if widened else stored)
+    y = mm.matmul(x, w, way)
+    assert y.dtype == x.dtype
+    assert mm.panel_height(num_rows, 70) < 4200 or num_rows > 8
+    assert_close(y, (x.double() @ w.double().T).float(), x.dtype)
+
+
+def test_ways_chosen_by_rows_dtype_and_processor(monkeypatch):
+    ways = {}
+    for native in (True, False):
+        monkeypatch.setattr(tuning, "multiplies_bfloat16", lambda native=native: native)
+        ways[native] = [tuning.choose_way(n, torch.bfloat16, "cpu") for n in (1, 2, 8, 64)]
+    assert ways[True] == [mm.Way.VECTOR, mm.Way.COLUMNS, mm.Way.COLUMNS, mm.Way.COLUMNS]
+    assert ways[False] == [mm.Way.VECTOR, mm.Way.WIDEN, mm.Way.WIDEN, mm.Way.WIDEN_COLUMNS]
+    assert tuning.choose_way(5, torch.bfloat16, "cuda") is mm.Way.ROWS
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("strategy", ["grouped", "selective"])
+def test_bfloat16_on_processors_with_and_without_its_instructions(monkeypatch, native, strategy):
+    torch.manual_seed(0)
+    monkeypatch.setattr(tuning, "multiplies_bfloat16", lambda: native)
+    for num_tokens, bias in itertools.product((1, 3, 40), (False, True)):
+        sizes = problems.Sizes(num_tokens, 24, 20, 4, 2)
+        weights = problems.weights(sizes, Activation(), torch.bfloat16, bias=bias)
+        check(torch.randn(num_tokens, 24).bfloat16(), problems.routing(sizes), weights, strategy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("strategy", ["grouped", "selective", "all_experts", "blockwise-4"])
+def test_gradients_meet_the_reference(dtype, weight_on, strategy):
+    torch.manual_seed(0)
+    sizes = problems.Sizes(13, 12, 10, 4, 2)
+    weights = problems.weights(sizes, Activation(), dtype, bias=True)
+    routing = problems.routing(sizes, weight_on=weight_on)
+    tensors = (torch.randn(13, 12).to(dtype), routing.routing_weights.nan_to_num(0.5), *weights.tensors)
+
+    def gradients(f):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = f(leaves[0], Routing(routing.expert_ids, leaves[1], weight_on), ExpertWeights.from_dense(*leaves[2:]))
+        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+        return [leaf.grad for leaf in leaves]
+
+    ours = gradients(lambda *a: moestro.expert_mlp(*a, strategy))
+    for mine, theirs in zip(ours, gradients(reference.expert_mlp), strict=True):
+        # A gradient is a sum over tokens of products, each rounded: one dtype coarser than the forward in bfloat16.
+        error = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
+        assert error < 16 * max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(4, 3, 2, 3, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float64), problems.routing(sizes, kind="full")
+    inputs = [torch.randn(4, 3).double(), routing.routing_weights.double(), *weights.tensors]
+
+    def f(x, w, gate_up, down):
+        routed = Routing(routing.expert_ids, w)
+        return moestro.expert_mlp(x, routed, ExpertWeights.from_dense(gate_up, down), "grouped")
+
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
+
+
+@pytest.mark.parametrize("activation", problems.ACTIVATIONS, ids=lambda a: f"{a.kind}-{a.gated}-{a.limit}")
+def test_closed_form_gradient_of_every_activation(activation):
+    torch.manual_seed(0)
+    h = (torch.randn(5, 14).double() * 3).requires_grad_()
+    a = reference.activate(h, activation)
+    grad = torch.randn_like(a)
+    (expected,) = torch.autograd.grad(a, h, grad)
+    assert_close(activation_backward(h.detach(), grad, activation), expected)
+
+
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_traced_node_and_its_gradient(weight_on, bias):
+    """torch.ops.moestro.expert_mlp, as a traced graph calls it, against autograd through the eager call."""
+    torch.manual_seed(0)
+    sizes = problems.Sizes(13, 12, 10, 4, 2)
+    activation = Activation(alpha=1.3, limit=1.0, up_offset=0.5, interleaved=True)
+    weights = problems.weights(sizes, activation, torch.float32, bias=bias)
+    routing = problems.routing(sizes, kind="random", weight_on=weight_on)
+    tensors = (torch.randn(13, 12), routing.routing_weights.nan_to_num(0.5), *weights.tensors)
+
+    def gradients(node):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        x, w, gate_up, down, *biases = leaves
+        biases = biases or [None, None]
+        if node:
+            y = torch.ops.moestro.expert_mlp(
+                x, routing.expert_ids, w, gate_up, down, *biases, weight_on, encode(activation), "auto"
+            )
+        else:
+            routed = Routing(routing.expert_ids, w, weight_on)
+            y = moestro.expert_mlp(x, routed, ExpertWeights.from_dense(gate_up, down, *biases, activation))
+        y.square().sum().backward()
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    for node, eager in zip(gradients(True), gradients(False), strict=True):
+        assert_close(node, eager)
+
+
+def test_traced_node_is_a_well_formed_operator():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(5, 8, 6, 3, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes, kind="full")
+    leaves = [t.requires_grad_() for t in (torch.randn(5, 8), routing.routing_weights, *weights.tensors)]
+    arguments = (leaves[0], routing.expert_ids, *leaves[1:], None, None, "output", encode(Activation()), "auto")
+    torch.library.opcheck(torch.ops.moestro.expert_mlp, arguments)
+
+
+@pytest.mark.parametrize("activation", problems.ACTIVATIONS, ids=lambda a: f"{a.kind}-{a.gated}")
+def test_activations_cross_into_a_graph_unchanged(activation):
+    assert decode(encode(activation)) == activation
+
+
+def test_compiles_whole_and_exports_with_any_number_of_tokens():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(13, 12, 10, 4, 2)
+    experts = moestro.Experts.from_weights(problems.weights(sizes, Activation(), torch.float32))
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x, ids, w):
+            return self.experts(x, Routing(ids, w))
+
+    def inputs(num_tokens):
+        r = problems.routing(problems.Sizes(num_tokens, 12, 10, 4, 2), kind="full")
+        return torch.randn(num_tokens, 12), r.expert_ids, r.routing_weights
+
+    layer, tokens = Layer(), torch.export.Dim("num_tokens")
+    exported = torch.export.export(layer, inputs(13), dynamic_shapes=({0: tokens},) * 3).module()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for num_tokens in (2, 13, 57):
+        arguments = inputs(num_tokens)
+        expected = layer(*arguments)
+        assert_close(exported(*arguments), expected)
+        assert_close(compiled(*arguments), expected)
+
+
+def test_a_python_function_stays_out_of_graphs():
+    """An exported graph refuses it in words; torch.compile leaves the call to eager Python, with the same result."""
+    custom = Activation("custom", gated=False, function=torch.sin)
+    weights = problems.weights(problems.Sizes(2, 4, 3, 2, 1), custom, torch.float32)
+    routing = Routing(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return moestro.expert_mlp(x, routing, weights)
+
+    x = torch.randn(2, 4)
+    with pytest.raises(UnsupportedError, match="custom activation"):
+        torch.export.export(Layer(), (x,), strict=False)
+    assert_close(torch.compile(Layer(), backend="eager")(x), Layer()(x))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_call_gives_the_same_bits(strategy):
+    torch.manual_seed(0)
+    sizes = problems.Sizes(33, 40, 24, 6, 3)
+    weights, routing = problems.weights(sizes, Activation(), torch.bfloat16), problems.routing(sizes)
+    x = torch.randn(33, 40).bfloat16()
+    assert bit_equal(
+        moestro.expert_mlp(x, routing, weights, strategy), moestro.expert_mlp(x, routing, weights, strategy)
+    )
+
+
+def test_inputs_are_left_as_they_were():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes)
+    x = torch.randn(9, 8)
+    before = [t.clone() for t in (x, routing.expert_ids, routing.routing_weights, *weights.tensors)]
+    for strategy in STRATEGIES:
+        moestro.expert_mlp(x, routing, weights, strategy)
+    after = (x, routing.expert_ids, routing.routing_weights, *weights.tensors)
+    assert all(bit_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_auto_picks_by_pairs_against_experts():
+    assert tuning.choose_strategy(8, 64).strategy == "selective"
+    assert tuning.choose_strategy(64, 64).strategy == "selective"
+    assert tuning.choose_strategy(65, 64).strategy == "grouped"
+    assert tuning.choose_strategy(300, 1024).strategy == "grouped"
+
+
+def test_strategy_names():
+    assert tuning.parse_strategy("blockwise-64") == ("blockwise", 64)
+    assert tuning.parse_strategy("auto") == ("auto", None)
+    for wrong in ("fast", "blockwise-0", "blockwise--1", "grouped-3", "blockwise-x"):
+        with pytest.raises(InvalidInputError, match="strategy"):
+            tuning.parse_strategy(wrong)
+
+
+def test_a_forced_entry_runs_and_a_missing_one_is_an_error(monkeypatch):
+    """The list is walked in order; forcing runs that entry and no other."""
+    torch.manual_seed(0)
+    sizes = problems.Sizes(3, 4, 3, 2, 1)
+    arguments = (torch.randn(3, 4), problems.routing(sizes), problems.weights(sizes, Activation(), torch.float32))
+    ran = []
+    entries = [
+        _select.Implementation("first", lambda *a: "it cannot do this", lambda *a: ran.append("first")),
+        _select.Implementation("second", lambda *a: None, lambda *a: ran.append("second")),
+        _select.Implementation("third", lambda *a: None, lambda *a: ran.append("third")),
+    ]
+    monkeypatch.setitem(_select._LISTS, "expert_mlp", entries)
+    moestro.expert_mlp(*arguments)
+    with moestro.use(implementation="third"):
+        moestro.expert_mlp(*arguments)
+    assert ran == ["second", "third"]
+    with moestro.use(implementation="first"), pytest.raises(UnsupportedError, match="first: it cannot do this"):
+        moestro.expert_mlp(*arguments)
+    with moestro.use(implementation="triton"), pytest.raises(UnsupportedError, match="triton"):
+        moestro.expert_mlp(*arguments)
+    assert ran == ["second", "third"]
+
+
+def test_the_reference_can_be_forced_and_a_strategy_too():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes)
+    x = torch.randn(9, 8)
+    with moestro.use(implementation="reference"):
+        assert bit_equal(moestro.expert_mlp(x, routing, weights), reference.expert_mlp(x, routing, weights))
+    with moestro.use(strategy="blockwise-4"):
+        assert moestro.explain(moestro.expert_mlp, x, routing, weights).strategy == "blockwise"
+    assert moestro.explain(moestro.expert_mlp, x, routing, weights).strategy == "grouped"
+
+
+def test_blockwise_without_a_size_uses_the_measured_roof(monkeypatch):
+    torch.manual_seed(0)
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes)
+    x = torch.randn(9, 8)
+    from moestro import machine
+
+    seen, original = [], plain.grouping.block_schedule
+    monkeypatch.setattr(plain.grouping, "block_schedule", lambda i, e, b: seen.append(b) or original(i, e, b))
+    for balance, size in ((1.0, 16), (40.0, 64), (1e9, 1024)):
+        monkeypatch.setattr(machine, "roof", lambda *a, b=balance: machine.Roof(1.0, b))
+        check(x, routing, weights, "blockwise")
+        assert seen.pop() == size
+
+
+def test_mixed_dtypes_compute_in_the_wider_one():
+    torch.manual_seed(0)
+    sizes = problems.Sizes(9, 8, 6, 4, 2)
+    weights, routing = problems.weights(sizes, Activation(), torch.bfloat16), problems.routing(sizes)
+    x = torch.randn(9, 8)
+    for strategy in STRATEGIES:
+        check(x, routing, weights, strategy)
