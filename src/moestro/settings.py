@@ -22,7 +22,8 @@ class Settings:
 class _Holder:
     """The settings in force, in a place torch.compile can read and guard."""
 
-    settings = Settings(os.environ.get(IMPLEMENTATION_VARIABLE), os.environ.get(STRATEGY_VARIABLE))
+    # A variable that is set but empty names nothing.
+    settings = Settings(os.environ.get(IMPLEMENTATION_VARIABLE) or None, os.environ.get(STRATEGY_VARIABLE) or None)
 
 
 def current() -> Settings:
@@ -34,9 +35,10 @@ def current() -> Settings:
 def use(implementation: str | None = None, strategy: str | None = None) -> Iterator[None]:
     """Force an implementation or a strategy by name in the whole process while the block is open.
 
-    ``with moestro.use(implementation="reference"): ...``. A name that does not exist, or an entry that cannot
-    run the arguments it meets, raises `UnsupportedError` at the call: there is no silent fallback. The environment
-    variables MOESTRO_IMPLEMENTATION and MOESTRO_STRATEGY set the same two values for a whole process.
+    ``with moestro.use(implementation="reference"): ...``. An implementation that does not exist, or
+    cannot run the arguments it meets, raises `UnsupportedError` at the call, and an unknown strategy
+    `InvalidInputError`: there is no silent fallback. The environment variables MOESTRO_IMPLEMENTATION and
+    MOESTRO_STRATEGY set the same two values for a whole process.
 
     Args:
         implementation: a name from `moestro.explain`, or None to leave it.
