@@ -1,0 +1,116 @@
+"""Imports point down the layers only, and optional parts are imported only where they are used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from source import MODULES, NAMES, Import, Source, imports
+
+# Lowest first. A module may import from its own layer and from those below it.
+LAYERS: list[set[str]] = [
+    {"errors", "settings", "types", "machine", "tolerances"},
+    {"formats", "weights", "reference"},
+    {"ops"},
+    {"routing", "experts", "shared", "memory"},
+    {"moe"},
+    {"parallel", "checkpoint", "plan", "explain"},
+    {"bench"},
+    {"hf"},
+    {"cli", "__main__"},
+]
+LAYER_OF = {part: i for i, parts in enumerate(LAYERS) for part in parts}
+SURFACE = "moestro"
+"""moestro/__init__.py gathers the public names; only what lies above the layer, and nothing in it, may import it."""
+
+OPTIONAL = {"transformers", "tokenizers", "triton", "typer", "rich", "matplotlib", "hypothesis", "pytest"}
+FREE_AT_IMPORT = {
+    "hf": {"transformers", "tokenizers", "rich"},
+    "cli": {"typer", "rich"},
+    "bench": {"rich", "matplotlib"},
+}
+REQUIRED = {"torch", "numpy", "safetensors"}
+
+
+def part(name: str) -> str:
+    """The part of the package a dotted name belongs to: "moestro.ops.topk" -> "ops"; the package itself: ""."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def layer(name: str) -> int:
+    return LAYER_OF[part(name)]
+
+
+def upward(module: Source, found: Import) -> str | None:
+    """Why this import breaks the rule, or None."""
+    where = f"{module.where}:{found.line}"
+    if found.target == SURFACE:
+        return None if layer(module.name) >= LAYER_OF["bench"] else f"{where}: imports the package's surface"
+    if layer(found.target) > layer(module.name):
+        return f"{where}: {part(module.name)} imports {found.target}, which lies above it"
+    return None
+
+
+def own(module: Source) -> list[Import]:
+    return [i for i in imports(module) if i.target.split(".")[0] == SURFACE]
+
+
+def test_every_part_has_a_layer() -> None:
+    assert {part(name) for name in NAMES} - {""} <= LAYER_OF.keys()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
+def test_imports_point_down(module: Source) -> None:
+    if module.name == SURFACE:
+        assert all(layer(i.target) < LAYER_OF["hf"] for i in own(module) if i.at_import), "hf and cli are loaded on use"
+        return
+    assert [text for i in own(module) if (text := upward(module, i))] == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
+def test_optional_parts_are_imported_on_use(module: Source) -> None:
+    allowed = OPTIONAL - FREE_AT_IMPORT.get(part(module.name), set())
+    if module.path.name == "triton.py":
+        allowed -= {"triton"}
+    early = [f"{module.where}:{i.line}: {i.target}" for i in imports(module) if i.at_import and root(i) in allowed]
+    assert early == []
+
+
+def root(found: Import) -> str:
+    return found.target.split(".")[0]
+
+
+def test_third_parties_are_the_declared_ones() -> None:
+    import sys
+
+    known = set(sys.stdlib_module_names) | OPTIONAL | REQUIRED | {SURFACE, "huggingface_hub"}
+    assert {f"{m.where}: {i.target}" for m in MODULES for i in imports(m) if root(i) not in known} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "at_import"),
+    [
+        ("import moestro.cli", "moestro.cli", True),
+        ("def f():\n    import moestro.hf", "moestro.hf", False),
+        ("from moestro import settings", "moestro.settings", True),
+        ("from moestro import use", "moestro", True),
+        ("from .. import settings", "moestro.settings", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import moestro.moe", "moestro.moe", False),
+        ("try:\n    import triton\nexcept ImportError:\n    pass", "triton", True),
+    ],
+)
+def test_the_reader_of_imports(tmp_path: Path, text: str, target: str, at_import: bool) -> None:
+    path = tmp_path / "m.py"
+    path.write_text(text)
+    found = list(imports(Source("moestro.ops.m", path)))[-1]
+    assert (found.target, found.at_import) == (target, at_import)
+
+
+def test_an_upward_import_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "types.py"
+    path.write_text("from moestro.moe import MoE")
+    found = next(imports(Source("moestro.types", path)))
+    assert layer(found.target) > layer("moestro.types")
+    assert isinstance(ast.parse(path.read_text()), ast.Module)

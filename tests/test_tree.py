@@ -1,0 +1,130 @@
+"""The shape of the source: operation folders, sizes of files, functions and signatures, and what no module may do."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+
+import pytest
+
+from source import MODULES, PACKAGE, ROOT, Function, Source, functions
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 6
+OP_FILES = ("__init__.py", "reference.py", "plain.py", "tuning.py")
+OPS = sorted(p.name for p in (PACKAGE / "ops").iterdir() if p.is_dir() and not p.name.startswith("_"))
+PYTHON = sorted(p for d in ("src", "tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_operation_has_its_files(op: str) -> None:
+    needed = [PACKAGE / "ops" / op / name for name in OP_FILES]
+    needed += [ROOT / "tests" / "ops" / f"test_{op}.py", ROOT / "docs" / "reference" / f"{op}.md"]
+    assert [str(p.relative_to(ROOT)) for p in needed if not p.is_file()] == []
+
+
+def test_every_operation_is_benchmarked() -> None:
+    tree = ast.parse((ROOT / "benchmarks" / "registry.py").read_text(encoding="utf-8"))
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert set(OPS) - strings == set()
+
+
+def test_every_operation_is_registered() -> None:
+    import moestro  # noqa: F401  (importing it registers them)
+    from moestro.ops import _select
+
+    assert _select.operations() == OPS
+    for op in OPS:
+        names = [entry.name for entry in _select.implementations(op)]
+        assert len(set(names)) == len(names)
+        assert names
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_short(path: object) -> None:
+    lines = str(path.read_text(encoding="utf-8")).count("\n")  # type: ignore[attr-defined]
+    assert lines <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_stay_short(path: object) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+    lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node, _ in functions(tree)}
+    assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+def parameters(node: Function, method: bool) -> int:
+    """Parameters a caller meets: neither self nor cls."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    own = method and bool(arguments) and arguments[0].arg in ("self", "cls")
+    return len(arguments) - own
+
+
+def public(name: str) -> bool:
+    return not any(word.startswith("_") and word != "__init__" for word in name.split("."))
+
+
+def is_command(node: Function) -> bool:
+    """A typer command: its parameters are options of the command line, which has no value objects."""
+    return any(
+        isinstance(d, ast.Call) and isinstance(d.func, ast.Attribute) and d.func.attr in ("command", "callback")
+        for d in node.decorator_list
+    )
+
+
+def signatures(module: Source) -> dict[str, int]:
+    return {
+        f"{module.name}.{name}": parameters(node, method)
+        for name, node, method in functions(module.tree)
+        if public(name) and not is_command(node)
+    }
+
+
+def test_public_signatures_stay_small() -> None:
+    counts = {k: n for module in MODULES if public(module.name) for k, n in signatures(module).items()}
+    assert {k: n for k, n in counts.items() if n > MAX_PARAMETERS} == {}
+    assert statistics.median(counts.values()) <= 3
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
+def test_no_wide_net(module: Source) -> None:
+    """`except ImportError` is the widest net around an optional part; nothing swallows whatever comes."""
+    wide = [
+        f"{module.where}:{node.lineno}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or {"Exception", "BaseException"} & {n.id for n in ast.walk(node.type) if name(n)})
+    ]
+    assert wide == []
+
+
+def name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
+def test_only_commands_print(module: Source) -> None:
+    calls = [n for n in ast.walk(module.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    printed = [f"{module.where}:{n.lineno}" for n in calls if n.func.id == "print"]  # type: ignore[attr-defined]
+    assert printed == [] or module.name.startswith("moestro.cli") or "__main__" in module.text
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
+def test_public_functions_have_docstrings(module: Source) -> None:
+    assert ast.get_docstring(module.tree), f"{module.where} has no docstring"
+    if not public(module.name) or module.name.startswith("moestro.hf.families."):
+        return  # the three functions of every family do what `Adapter` says of them
+    bare = [
+        f"{module.where}:{node.lineno} {n}"
+        for n, node, method in functions(module.tree)
+        if public(n) and not method and "." not in n and not ast.get_docstring(node)
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_left_to_do(path: object) -> None:
+    marks = ["TO" + "DO", "FIX" + "ME", "XX" + "X"]
+    text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    assert [mark for mark in marks if mark in text] == []
