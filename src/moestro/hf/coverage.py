@@ -50,7 +50,8 @@ class Row:
         model: the class that was built.
         seam: "interface", or "adapter (FAMILY)"; empty if it is not served.
         layout: what is unusual about its experts.
-        float32: relative error of the logits, max|a - b| / max|b|, the larger of the two ways in.
+        float32: relative error of the logits, max|a - b| / max|b|: the largest of both ways in, for a padded batch and
+            for a single token.
         bfloat16: the same in bfloat16.
         influence: how far the logits move when the least important layer's experts are zeroed (relative).
         generate: whether greedy generation gives the same tokens; None for a model that does not generate.
@@ -105,7 +106,9 @@ def measure(architecture: str) -> Row:
         return Row(architecture, name, reason=str(error))
     inputs = zoo.inputs_of(model)
     wanted = zoo.outputs(model, inputs)
-    errors = [relative_error(zoo.outputs(m, inputs), wanted) for m in (ours, *by_argument(model))]
+    one = zoo.inputs_of(model, batch=1, length=1)
+    ways = (ours, *by_argument(model))
+    errors = [relative_error(zoo.outputs(way, i), zoo.outputs(model, i)) for way in ways for i in (inputs, one)]
     bfloat16, seed = measure_bfloat16(architecture)
     return Row(
         architecture,
@@ -254,10 +257,11 @@ Written by `python -m moestro.hf.coverage --markdown docs/reference/architecture
 {covered} architectures served.
 
 The list is Transformers' own registry of models, filtered by whether the modeling file defines routed experts. Each is
-built tiny with random weights and run on a padded batch, once with its own code (`experts_implementation="eager"`) and
-once with moestro. `float32` and `bfloat16` are max\\|a - b\\| / max\\|b\\| of the logits (of the last hidden states
-where the text model has no head). Zeroing any one layer's experts moves those by more than 1e-2, so agreement means the
-experts agree. `generate` compares eight greedy tokens. A multimodal family is represented by its text model.
+built tiny with random weights and run on a padded batch and on a single token, once with its own code
+(`experts_implementation="eager"`) and once with moestro. `float32` and `bfloat16` are max\\|a - b\\| / max\\|b\\| of
+the logits (of the last hidden states where the text model has no head). Zeroing any one layer's experts moves those by
+more than 1e-2, so agreement means the experts agree. `generate` compares eight greedy tokens. A multimodal family is
+represented by its text model.
 
 *interface* means that `experts_implementation="moestro"` and `moestro.accelerate(model)` both serve it; an *adapter*
 needs `accelerate`.
@@ -272,6 +276,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     names = options.architectures or zoo.architectures()
+    transformers.logging.set_verbosity_error()
     console = Console(stderr=True)
     measured = list(track(rows(names), "architectures", total=len(names), console=console, transient=True))
     if options.markdown:

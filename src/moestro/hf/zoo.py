@@ -128,14 +128,14 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def inputs_of(model: PreTrainedModel, seed: int = 0, batch: int = 2, length: int = 9) -> dict[str, Tensor]:
-    """Random words [batch, length], the last sequence padded by three on the left."""
+    """Random words [batch, length]; of several sequences the last is padded by three on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_WORD, VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
-    mask[-1, :3] = 0
+    mask[1:][-1:, :3] = 0
     inputs = {"input_ids": ids.masked_fill(mask == 0, PADDING), "attention_mask": mask}
     if "moe_mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        inputs["moe_mm_token_type_ids"] = (torch.arange(length) >= length - 4).int().expand(batch, length)
+        inputs["moe_mm_token_type_ids"] = (torch.arange(length) >= length // 2).int().expand(batch, length)
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(FIRST_WORD, VOCABULARY, (batch, 5), generator=generator)
     return inputs

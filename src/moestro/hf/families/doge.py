@@ -36,7 +36,7 @@ def forward(module: Any, hidden_states: Tensor, *, strategy: str, **_: object) -
     """DogeCDMoE: hidden_states [B, S, H] -> (output [B, S, H], router_logits [2, B * S, num_keys])."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     # Two halves of the flat result, not of each token's row: the family's own order, which its checkpoints rely on.
-    logits = module.router_gate(hidden_states).view(2, len(rows), -1)
+    logits = module.router_gate(hidden_states).view(2, len(rows), int(module.num_keys))
     ids, scores = route(logits, int(module.num_keys), int(module.top_k))
     routing_weights = torch.softmax(scores, dim=-1)
     if module.norm_topk_prob:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moestro.errors import unsupported
 from moestro.formats import PackedTensor, dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
@@ -90,12 +91,12 @@ class Meaning(Enum):
     FIRST_CHOICE = 50.0
 
 
-def meaning_of(module: Any) -> Meaning:
-    """Ask the family's own forward, with experts that multiply by 1, 10, 100, 1000 (the values of `Meaning`).
+@cache
+def meaning_of(own: Any) -> Meaning:
+    """Ask the forward of the family's own experts class, with experts that multiply by 1, 10, 100 and 1000.
 
-    One token with weights 0, 1/4, 1/2, 0 and slot 2 marked tells the three apart.
+    One token with weights 0, 1/4, 1/2, 0 and slot 2 marked tells the three apart (the values of `Meaning`).
     """
-    own: Any = type(module)
     stand_in = own.__new__(own)
     nn.ModuleDict.__init__(stand_in)
     stand_in.num_experts, stand_in.moe_token_dropout = 4, 0.0
@@ -105,11 +106,16 @@ def meaning_of(module: Any) -> Meaning:
     for meaning in Meaning:
         if meaning.value == answer:
             return meaning
-    raise experts.refuse(module, f"a forward that answers {answer} to the probe", "one of the known meanings")
+    raise unsupported(
+        own.__name__,
+        got=f"a forward that answers {answer} to the probe",
+        needs=f"one of {', '.join(f'{m.value} ({m.name})' for m in Meaning)}",
+        fix="This version of Transformers means something else by its mask; run the model as it is.",
+    )
 
 
 def inspect_nllb(module: Any) -> Plan:
-    meaning_of(module)
+    meaning_of(type(module))
     return inspect(NLLB_NAMES, module)
 
 
@@ -117,7 +123,7 @@ def forward_nllb(
     module: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor, *, strategy: str
 ) -> Tensor:
     """NllbMoeExperts: rows [T, H], a 0/1 mask [T, E] of first choices and weights [T, E] -> [T, H]."""
-    meaning, first = meaning_of(module), router_mask.bool()
+    meaning, first = meaning_of(type(module)), router_mask.bool()
     probs = router_probs.float()
     if meaning is Meaning.BY_VALUE:
         probs = torch.stack([probs.masked_fill(first, 0).sum(-1), probs.masked_fill(~first, 0).sum(-1)], -1)
