@@ -1,17 +1,11 @@
-"""Every MoE router of Transformers as a value of `Scoring`: one row a router class, and how to drive that class.
-
-`python tests/routing/families.py` prints the table of docs/reference/routers.md.
-"""
+"""Every MoE router of Transformers as a value of `Scoring`: one row a router class, and how to drive that class."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,9 +169,6 @@ def our_router(family: Family, router: nn.Module, config: SimpleNamespace, corre
         state["correction_bias"] = torch.zeros(num_experts) if correction is None else correction.float().flatten()
     ours.load_state_dict(state)
     return ours
-
-
-# --- routers whose logits are more than weight @ x, or whose results are shaped otherwise
 
 
 def _gemma_ours(family: Family, router: Any, x: Tensor, config: SimpleNamespace) -> Routing:
@@ -460,21 +451,6 @@ NO_ROUTER = {
     "vitpose_backbone": "the caller names the data set, and with it the expert",
 }
 
-_IS_ROUTER = re.compile(r"(Router|TopKGating|MoEV1Gate|CDMoE)$")
-_IS_MOE = re.compile(r"Experts|M[oO][eE]")
-
-
-def discover() -> Iterator[tuple[str, str, list[str]]]:
-    """(family, module, router classes) of every modeling file of the installed Transformers with experts in it."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    for path in sorted((Path(spec.origin).parent / "models").glob("*/modeling_*.py")):
-        classes = re.findall(r"^class (\w+)\((?:torch\.)?nn\.(?:Module|Linear)\):", path.read_text(), re.MULTILINE)
-        routers = [c for c in classes if _IS_ROUTER.search(c)]
-        if routers or any(_IS_MOE.search(c) for c in classes):
-            yield path.parent.name, f"transformers.models.{path.parent.name}.{path.stem}", routers
-
 
 def randomize(router: nn.Module, seed: int) -> None:
     """Logits of order one, biases that matter."""
@@ -483,25 +459,3 @@ def randomize(router: nn.Module, seed: int) -> None:
         spread = 0.3 if tensor.dim() < 2 else 1 / math.sqrt(tensor.shape[-1])
         values = torch.randn(tensor.shape, generator=generator) * spread
         tensor.data.copy_(values.abs() + 0.1 if tensor.dim() < 2 else values)
-
-
-def table() -> str:
-    """The table of docs/reference/routers.md."""
-    lines = ["| family | router | value | beside it |", "|---|---|---|---|"]
-    for family, _, routers in discover():
-        for name in routers:
-            if name in ROUTERS:
-                row = ROUTERS[name]
-                notes = [n for n in ("correction bias" if row.correction else "", _groups_text(row), row.note) if n]
-                lines.append(f"| {family} | {name} | `{row.text()}` | {'; '.join(notes)} |")
-    return "\n".join(lines)
-
-
-def _groups_text(family: Family) -> str:
-    if family.groups is None:
-        return ""
-    return f"`GroupLimit({', '.join(f'{k}={v!r}' for k, v in family.groups.items())})`"
-
-
-if __name__ == "__main__":
-    print(table())

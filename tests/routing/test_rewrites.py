@@ -312,6 +312,12 @@ def test_routing_change_is_its_definition(case, seed):
     assert report.mass_lost == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_gained_expert_is_a_change():
+    before = Routing(torch.tensor([[0, -1], [2, 3]]), torch.ones(2, 2))
+    report = routing_change(before, before.with_ids(torch.tensor([[0, 1], [2, 3]])))
+    assert (report.tokens_changed, report.slots_lost, report.slots_after, report.mass_lost) == (1, 0, 4, 0.0)
+
+
 def test_the_change_reads_well():
     before = Routing(torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
     report = routing_change(before, keep_confident(before, min_share=0.5))

@@ -106,6 +106,11 @@ def test_masked_experts_are_never_selected(preset, correction, groups):
         assert used.all()
 
 
+def test_a_group_with_one_live_expert_beats_masked_groups():
+    z = torch.tensor([[-INF, 0.0, -INF, -INF, -INF, -INF]])
+    assert route(z, 1, "sigmoid", groups=GroupLimit(3, 1)).expert_ids.tolist() == [[1]]
+
+
 def test_fewer_experts_than_slots_leave_empty_slots():
     z = torch.tensor([[1.0, -INF, 2.0], [-INF, -INF, -INF]])
     for preset in PRESETS:

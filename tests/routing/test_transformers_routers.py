@@ -11,12 +11,12 @@ import torch
 
 from moestro.routing import drop_over_capacity, rescale, route, weigh
 from moestro.types import Routing
-from routing import families
+from routing import families, family_table
 from routing.families import NO_ROUTER, NOT_BY_LOGITS, ROUTERS, E, Family, H, K, dense, make_config
 
 pytest.importorskip("transformers")
 
-DISCOVERED = list(families.discover())
+DISCOVERED = list(family_table.discover())
 MODULES = {name: module for _, module, routers in DISCOVERED for name in routers}
 CASES = [(n, v) for n in sorted(MODULES) if n in ROUTERS for v in range(len(ROUTERS[n].variants))]
 
@@ -122,10 +122,12 @@ def test_nllb_capacity_is_drop_then_rescale(fraction: float):
 
 def test_the_table_in_the_docs_is_true():
     page = Path(__file__).parents[2] / "docs" / "reference" / "routers.md"
-    installed = families.table().splitlines()
+    installed = family_table.table().splitlines()
     text = page.read_text()
     missing = [line for line in installed if line not in text.splitlines()]
-    assert not missing, "run `python tests/routing/families.py` and paste the table; missing:\n" + "\n".join(missing)
+    assert not missing, "run `python tests/routing/family_table.py` and paste the table; missing:\n" + "\n".join(
+        missing
+    )
     for name, reason in (NOT_BY_LOGITS | NO_ROUTER).items():
         assert name in text
         assert reason in text
