@@ -76,7 +76,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1,
         "num_experts": 16,
         "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
     },
     "Ernie4_5_VLMoeTextConfig": {
         "moe_intermediate_size": [24, 16],
@@ -108,6 +107,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "moe_topk": 3,
     },
     "MuseSparkTextConfig": {"moe_hidden_size": 24},
+    "NemotronHConfig": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 24,
+    },
     "NllbMoeConfig": {
         "encoder_layers": 2,
         "decoder_layers": 2,

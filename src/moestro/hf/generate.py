@@ -1,0 +1,305 @@
+"""Generate text with a served model: stream it, time prompt and generation apart, and say what ran."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from moestro.errors import invalid_input
+from moestro.hf.text_model import TextModel
+from moestro.ops import _select
+from moestro.ops.expert_mlp import resolve_strategy
+
+DEFAULT_NEW_TOKENS = 256
+_SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "seed")
+_CONTEXT_FOR_TEXT = 8
+_UNFINISHED = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are picked, by Transformers' names; None leaves the model's own generation configuration.
+
+    Attributes:
+        max_new_tokens: at least 1; None for 256, or what the model's context leaves.
+        do_sample: sample, or take the likeliest token. The five below, but for repetition_penalty, need it.
+        temperature: above 0.
+        top_k: at least 0; 0 for no limit.
+        top_p: above 0, at most 1.
+        min_p: 0 to 1.
+        repetition_penalty: above 0; 1 for none.
+        seed: of the random numbers.
+
+    Raises:
+        InvalidInputError: a value outside its range.
+    """
+
+    max_new_tokens: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules: dict[str, tuple[Callable[[float], bool], str]] = {
+            "max_new_tokens": (lambda v: v >= 1, "at least 1"),
+            "temperature": (lambda v: v > 0, "above 0"),
+            "top_k": (lambda v: v >= 0, "at least 0 (0 for no limit)"),
+            "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+            "min_p": (lambda v: 0 <= v <= 1, "0 to 1"),
+            "repetition_penalty": (lambda v: v > 0, "above 0 (1 for none)"),
+            "seed": (lambda v: 0 <= v < 2**63, "0 to 2**63 - 1"),
+        }
+        for name, (holds, needs) in rules.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise invalid_input("generate", got=f"{name}={value}", needs=needs, fix="Change it, or leave it out.")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Which implementation walked which strategy, in the prompt's pass or in the steps of generation."""
+
+    implementation: str
+    strategy: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, and how fast.
+
+    Attributes:
+        text: the new text, without the prompt.
+        prompt_tokens, new_tokens: counts.
+        prompt_seconds: from the call to the first new token: the prompt's pass.
+        new_seconds: from the first new token to the last, which are new_tokens - 1 steps.
+        stopped: "end" at the model's end token, "length" at max_new_tokens.
+        prompt_ran, new_ran: what served the expert layers in either part.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    prompt_seconds: float
+    new_seconds: float
+    stopped: str
+    prompt_ran: tuple[Ran, ...]
+    new_ran: tuple[Ran, ...]
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prompt_seconds
+
+    @property
+    def new_tokens_per_second(self) -> float | None:
+        """None if only one token was generated: it belongs to the prompt's pass."""
+        return (self.new_tokens - 1) / self.new_seconds if self.new_tokens > 1 else None
+
+
+class Tokenizer(Protocol):
+    """The one thing streaming needs of a tokenizer."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        """Token ids -> text."""
+        ...
+
+
+def generate(
+    text_model: TextModel,
+    prompt: str,
+    sampling: Sampling | None = None,
+    on_text: Callable[[str], object] | None = None,
+    chat: bool = False,
+) -> Generation:
+    """Continue a prompt, or answer it.
+
+    Args:
+        text_model: from `load_text_model`.
+        prompt: not empty.
+        sampling: how tokens are picked; the model's own way if None.
+        on_text: called with each piece of new text as soon as it is certain; the pieces together are the text.
+        chat: put the prompt through the tokenizer's chat template, as the user's message.
+
+    Raises:
+        InvalidInputError: an empty prompt, no chat template, a prompt or max_new_tokens beyond the model's context,
+            or a sampling option where nothing is sampled.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    inputs = _encode(text_model, prompt, chat)
+    config = _configure(text_model, sampling, inputs["input_ids"].shape[1])
+    prompt_ran: dict[Ran, None] = {}
+    new_ran: dict[Ran, None] = {}
+    streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None))
+    with _observed(lambda ran: (new_ran if streamer.times else prompt_ran).setdefault(ran)), _seeded(sampling.seed):
+        start = time.perf_counter()
+        ids = text_model.model.generate(**inputs, generation_config=config, streamer=streamer)
+    new_ids = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return Generation(
+        text=streamer.text,
+        prompt_tokens=inputs["input_ids"].shape[1],
+        new_tokens=len(new_ids),
+        prompt_seconds=streamer.times[0] - start,
+        new_seconds=streamer.times[-1] - streamer.times[0],
+        stopped="end" if new_ids[-1] in ends else "length",
+        prompt_ran=tuple(prompt_ran),
+        new_ran=tuple(new_ran),
+    )
+
+
+class Streamer(BaseStreamer):
+    """Turns tokens into text as they come, holding back a character whose bytes are not all there yet.
+
+    Args:
+        tokenizer: decodes.
+        on_text: receives the pieces.
+
+    Attributes:
+        text: all pieces so far.
+        times: time.perf_counter() at each new token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], object]) -> None:
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.on_text = on_text
+        self.text = ""
+        self.times: list[float] = []
+        self._ids: list[int] = []
+        self._prompt_seen = False
+        # Tokens before _start are settled; those up to _known are in the text already, and serve as context.
+        self._start = self._known = 0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt's ids [1, T] first, then each new id [1]."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            self._ids = value.flatten()[-_CONTEXT_FOR_TEXT:].tolist()
+            self._known = len(self._ids)
+            return
+        self._ids.extend(value.flatten().tolist())
+        self.times.append(time.perf_counter())
+        self._emit(final=False)
+
+    def end(self) -> None:
+        """No more tokens: what was held back comes as it is."""
+        self._emit(final=True)
+
+    def _emit(self, final: bool) -> None:
+        known = self.decode(self._ids[self._start : self._known])
+        text = self.decode(self._ids[self._start :])
+        if text.endswith(_UNFINISHED) and not final:
+            return
+        piece = text[len(known) :]
+        self._start, self._known = self._known, len(self._ids)
+        if piece:
+            self.text += piece
+            self.on_text(piece)
+
+
+def check_prompt(prompt: str) -> None:
+    """Refuse a prompt without text, before a model is loaded for it."""
+    if not prompt.strip():
+        raise invalid_input("generate", got="an empty prompt", needs="some text to continue", fix="Write a prompt.")
+
+
+def check_chat(text_model: TextModel, chat: bool) -> None:
+    """Refuse to chat with a model that has no template for it."""
+    if chat and not text_model.tokenizer.chat_template:
+        raise invalid_input(
+            "generate",
+            got=f"chat with {text_model.name}, whose tokenizer has no chat template",
+            needs="an instruction-tuned model",
+            fix="Leave chat out to continue the text instead.",
+        )
+
+
+def _encode(text_model: TextModel, prompt: str, chat: bool) -> dict[str, Tensor]:
+    check_prompt(prompt)
+    check_chat(text_model, chat)
+    tokenizer = text_model.tokenizer
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    device = text_model.model.device
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
+    """The model's generation configuration with what was asked for on top."""
+    config = copy.deepcopy(text_model.model.generation_config)
+    asked = {f.name: v for f in fields(Sampling) if (v := getattr(sampling, f.name)) is not None}
+    if not asked.get("do_sample", config.do_sample):
+        for name in _SAMPLING_ONLY:
+            if name in asked:
+                raise invalid_input(
+                    "generate",
+                    got=f"{name} without do_sample",
+                    needs="do_sample, since greedy generation takes the likeliest token whatever the rest",
+                    fix=f"Add do_sample, or drop {name}.",
+                )
+            if name != "seed":
+                setattr(config, name, None)
+    asked.pop("seed", None)
+    room = None if text_model.context is None else text_model.context - prompt_tokens
+    new_tokens = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, DEFAULT_NEW_TOKENS if room is None else room)
+    if room is not None and (room < 1 or new_tokens > room):
+        raise invalid_input(
+            "generate",
+            got=f"{prompt_tokens} prompt tokens and max_new_tokens={max(new_tokens, 1)}",
+            needs=f"at most {text_model.context} together, the context of {text_model.name}",
+            fix="Shorten the prompt, or lower max_new_tokens.",
+        )
+    asked["max_new_tokens"] = new_tokens
+    for name, value in {**asked, "num_beams": 1, "max_length": None}.items():
+        setattr(config, name, value)
+    if config.pad_token_id is None:
+        ends = config.eos_token_id
+        config.pad_token_id = ends[0] if isinstance(ends, list) else ends
+    return config
+
+
+@contextmanager
+def _observed(on_run: Callable[[Ran], object]) -> Iterator[None]:
+    """Tell `on_run` of every expert_mlp that runs inside the block."""
+    entries = _select.implementations("expert_mlp")
+
+    def watched(entry: _select.Implementation) -> _select.Implementation:
+        def call(x: Tensor, routing: Any, weights: Any, strategy: str) -> Any:
+            on_run(Ran(entry.name, resolve_strategy(routing, weights, strategy)[0].strategy))
+            return entry.call(x, routing, weights, strategy)
+
+        return replace(entry, call=call)
+
+    _select.register("expert_mlp", [watched(entry) for entry in entries])
+    try:
+        yield
+    finally:
+        _select.register("expert_mlp", entries)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Seed torch inside the block, if there is a seed, and leave its state as it was."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

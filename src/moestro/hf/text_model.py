@@ -1,0 +1,192 @@
+"""Load a language model and its tokenizer, ready to generate with moestro, or say in one sentence why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from moestro.errors import MoestroError, invalid_input
+from moestro.hf.accelerate import Served, accelerate, adapter_of, served
+
+BUNDLED = "bundled"
+"""What `TextModel.name` says of the model that comes with the package."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+@dataclass(frozen=True, eq=False)
+class TextModel:
+    """A causal language model with its tokenizer.
+
+    Attributes:
+        name: the folder or hub id it came from, or "bundled".
+        model: a Transformers model whose expert layers moestro serves.
+        tokenizer: its tokenizer.
+        served: those layers.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    served: tuple[Served, ...]
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens the model was made for, prompt included, if its configuration says."""
+        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+
+def bundled_folder() -> Path:
+    """Where the package keeps its own model.
+
+    Raises:
+        InvalidInputError: this installation has none.
+    """
+    folder = Path(str(resources.files("moestro"))) / "bundled"
+    if not (folder / "config.json").is_file():
+        raise invalid_input(
+            "generate",
+            got="an installation without the bundled model",
+            needs=f"a model in {folder}",
+            fix="Reinstall moestro, or name a model.",
+        )
+    return folder
+
+
+def load_text_model(
+    model: str | Path | None = None, dtype: str = "auto", device: str = "cpu", strategy: str = "auto"
+) -> TextModel:
+    """Load a Mixture-of-Experts language model and let moestro serve its expert layers.
+
+    A model that would be refused for its architecture is refused before its weights are read or downloaded.
+
+    Args:
+        model: a local folder, a hub id, or None for the bundled model.
+        dtype: "float32", "bfloat16", "float16", or "auto" for that of the checkpoint.
+        device: a torch device.
+        strategy: as for `moestro.accelerate`.
+
+    Raises:
+        InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, missing or
+            damaged weights, a missing tokenizer, an unknown dtype, device or strategy.
+        UnsupportedError: a dense model, or one with expert layers that cannot be served.
+    """
+    target = _device(device)
+    if dtype not in DTYPES:
+        raise invalid_input("generate", got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
+    source = str(bundled_folder() if model is None else _source(str(model)))
+    with _explained(source, "a configuration that Transformers knows", "Check the name, or update Transformers."):
+        config = AutoConfig.from_pretrained(source)
+    _refuse_early(source, config)
+    tokenizer = _tokenizer(source)
+    with _explained(source, "readable weights in safetensors form", "Download or save the model again."):
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True
+        )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise invalid_input(
+            "generate",
+            got=f"{source} without {len(missing)} of its weights ({missing[0]}, ...)",
+            needs="every weight of the architecture",
+            fix="Download or save the model again.",
+        )
+    accelerate(loaded, strategy)
+    loaded = loaded.to(target).eval()
+    return TextModel(BUNDLED if model is None else str(model), loaded, tokenizer, tuple(served(loaded)))
+
+
+@contextmanager
+def quiet_transformers(progress: bool = False) -> Iterator[None]:
+    """Transformers' warnings, and unless `progress` its progress bars, off inside the block."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    if not progress:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise invalid_input(
+            "generate", got=f"device {name!r} ({_first_line(error)})", needs="a device of this machine", fix="Try cpu."
+        ) from error
+    return device
+
+
+def _source(model: str) -> str:
+    """The folder, or the hub id, that a user named."""
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if folder.exists():
+        raise invalid_input(
+            "generate",
+            got=f"{model}, which holds no config.json",
+            needs="a folder written by save_pretrained",
+            fix="Name the folder that holds config.json, tokenizer.json and the weights.",
+        )
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise invalid_input(
+            "generate",
+            got=f"model {model!r}, where there is no folder",
+            needs="a folder that exists, or a hub id such as allenai/OLMoE-1B-7B-0924",
+            fix="Check the path.",
+        )
+    return model
+
+
+def _refuse_early(source: str, config: Any) -> None:
+    fix = "Use moestro.accelerate(model) on other kinds."
+    with _explained(source, "a causal language model", fix), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    if not any(adapter_of(module) is not None for module in skeleton.modules()):
+        accelerate(skeleton)
+
+
+def _tokenizer(source: str) -> Any:
+    needs, fix = "a tokenizer beside the model", "Save it there: AutoTokenizer.from_pretrained(...).save_pretrained()."
+    with _explained(source, needs, fix):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    # Without tokenizer files Transformers makes an empty tokenizer of the architecture's usual class.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise invalid_input("generate", got=f"{source} without a tokenizer", needs=needs, fix=fix)
+    return tokenizer
+
+
+@contextmanager
+def _explained(source: str, needs: str, fix: str) -> Iterator[None]:
+    """Turn what Transformers raises for a model it cannot read into one line that names the model."""
+    try:
+        yield
+    except MoestroError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise invalid_input("generate", got=f"{source} ({_first_line(error)})", needs=needs, fix=fix) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    line = lines[0].strip() if lines else type(error).__name__
+    line = line if len(line) <= 200 else f"{line[:200]}..."
+    return line.rstrip(".")
