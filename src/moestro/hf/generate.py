@@ -215,21 +215,21 @@ def check_prompt(prompt: str) -> None:
         raise invalid_input("generate", got="an empty prompt", needs="some text to continue", fix="Write a prompt.")
 
 
-def check_chat(text_model: TextModel, chat: bool) -> None:
-    """Refuse to chat with a model that has no template for it."""
-    if chat and not text_model.tokenizer.chat_template:
+def check(text_model: TextModel, prompt: str, sampling: Sampling, chat: bool = False) -> None:
+    """Raise what `generate` would refuse these arguments with, and generate nothing."""
+    _configure(text_model, sampling, _encode(text_model, prompt, chat)["input_ids"].shape[1])
+
+
+def _encode(text_model: TextModel, prompt: str, chat: bool) -> dict[str, Tensor]:
+    check_prompt(prompt)
+    tokenizer = text_model.tokenizer
+    if chat and not tokenizer.chat_template:
         raise invalid_input(
             "generate",
             got=f"chat with {text_model.name}, whose tokenizer has no chat template",
             needs="an instruction-tuned model",
             fix="Leave chat out to continue the text instead.",
         )
-
-
-def _encode(text_model: TextModel, prompt: str, chat: bool) -> dict[str, Tensor]:
-    check_prompt(prompt)
-    check_chat(text_model, chat)
-    tokenizer = text_model.tokenizer
     if chat:
         message = [{"role": "user", "content": prompt}]
         encoded = tokenizer.apply_chat_template(

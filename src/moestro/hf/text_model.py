@@ -87,22 +87,11 @@ def load_text_model(
     if dtype not in DTYPES:
         raise invalid_input("generate", got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
     source = str(bundled_folder() if model is None else _source(str(model)))
-    with _explained(source, "a configuration that Transformers knows", "Check the name, or update Transformers."):
-        config = AutoConfig.from_pretrained(source)
+    config = _configuration(source)
     _refuse_early(source, config)
     tokenizer = _tokenizer(source)
     with _explained(source, "readable weights in safetensors form", "Download or save the model again."):
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True
-        )
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise invalid_input(
-            "generate",
-            got=f"{source} without {len(missing)} of its weights ({missing[0]}, ...)",
-            needs="every weight of the architecture",
-            fix="Download or save the model again.",
-        )
+        loaded = _weights(source, config, dtype)
     accelerate(loaded, strategy)
     loaded = loaded.to(target).eval()
     return TextModel(BUNDLED if model is None else str(model), loaded, tokenizer, tuple(served(loaded)))
@@ -129,7 +118,10 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise invalid_input(
-            "generate", got=f"device {name!r} ({_first_line(error)})", needs="a device of this machine", fix="Try cpu."
+            "generate",
+            got=f"device {name!r} ({_first_sentence(error)})",
+            needs="a device of this machine",
+            fix="Try cpu.",
         ) from error
     return device
 
@@ -154,6 +146,32 @@ def _source(model: str) -> str:
             fix="Check the path.",
         )
     return model
+
+
+def _configuration(source: str) -> Any:
+    local = Path(source).is_dir()
+    needs = "a configuration that Transformers knows" if local else "a folder here, or a hub id that can be reached"
+    with _explained(source, needs, "Check the name and the connection, or update Transformers."):
+        return AutoConfig.from_pretrained(source)
+
+
+def _weights(source: str, config: Any, dtype: str) -> Any:
+    """The model; Transformers itself would fill weights that the files lack with random numbers."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True
+        )
+    except RuntimeError as error:
+        raise _unfit(source, "weights that are missing or of other shapes than its configuration says") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise _unfit(source, f"{len(missing)} weights missing, such as {missing[0]}")
+    return model
+
+
+def _unfit(source: str, problem: str) -> MoestroError:
+    needs, fix = "every weight of the architecture", "Download or save the model again."
+    return invalid_input("generate", got=f"{source}, with {problem}", needs=needs, fix=fix)
 
 
 def _refuse_early(source: str, config: Any) -> None:
@@ -182,11 +200,10 @@ def _explained(source: str, needs: str, fix: str) -> Iterator[None]:
     except MoestroError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise invalid_input("generate", got=f"{source} ({_first_line(error)})", needs=needs, fix=fix) from error
+        raise invalid_input("generate", got=f"{source} ({_first_sentence(error)})", needs=needs, fix=fix) from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    line = lines[0].strip() if lines else type(error).__name__
-    line = line if len(line) <= 200 else f"{line[:200]}..."
-    return line.rstrip(".")
+def _first_sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    sentence = text.split(". ")[0].rstrip(".")
+    return sentence if len(sentence) <= 200 else f"{sentence[:200]}..."

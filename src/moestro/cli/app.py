@@ -1,0 +1,41 @@
+"""The root of the command line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import moestro
+from moestro.cli import bench, generate, info
+
+app = typer.Typer(
+    help="Run Mixture-of-Experts models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate.generate)
+app.command()(info.info)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"moestro {moestro.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models."""
+
+
+def main() -> None:
+    """What the `moestro` script and ``python -m moestro`` run."""
+    app(prog_name="moestro")

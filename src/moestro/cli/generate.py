@@ -1,0 +1,128 @@
+"""`moestro generate`: arguments in, text out; the work is in `moestro.hf.generate`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import moestro
+from moestro.cli.refusal import refusals
+
+if TYPE_CHECKING:
+    from moestro.hf.generate import Generation, Ran
+    from moestro.hf.text_model import TextModel
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat the message to answer.")],
+    model: Annotated[
+        str | None, typer.Option(help="A local folder or a hub id.", show_default="the bundled model")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the tokenizer's chat template.")] = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="The most tokens to generate.", show_default="256, or what the context leaves")
+    ] = None,
+    do_sample: Annotated[
+        bool | None, typer.Option(help="Sample, or take the likeliest token.", show_default="the model's own way")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --do-sample: the k likeliest tokens only.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="With --do-sample: the likeliest tokens of this total probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="With --do-sample: tokens of at least this share of the best.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 to repeat less.")] = None,
+    seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
+) -> None:
+    """Continue a prompt with a Mixture-of-Experts language model, and say how fast it went.
+
+    The text goes to stdout as it is generated, everything else to stderr. What cannot be done (a folder that holds no
+    model, a dense model, no tokenizer, an option out of range) ends with one line and exit code 2.
+    """
+    with refusals():
+        from moestro.hf import generate as library
+        from moestro.hf.text_model import load_text_model, quiet_transformers
+
+        sampling = library.Sampling(
+            max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed
+        )
+        library.check_prompt(prompt)
+        with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
+            text_model = load_text_model(model, dtype, device, strategy)
+            library.check(text_model, prompt, sampling, chat)
+            if as_json:
+                found = library.generate(text_model, prompt, sampling, chat=chat)
+                typer.echo(json.dumps(report(text_model, prompt, found), ensure_ascii=False))
+                return
+            if not chat:
+                _write(prompt)
+            found = library.generate(text_model, prompt, sampling, _write, chat)
+    _write("\n")
+    typer.secho(summary(text_model, found), err=True, dim=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def summary(text_model: TextModel, found: Generation) -> str:
+    """The two lines that follow the text."""
+    speed = found.new_tokens_per_second
+    lines = [
+        f"prompt {found.prompt_tokens} tokens, {found.prompt_tokens_per_second:.1f} tokens/s; generated "
+        f"{found.new_tokens} tokens" + (f", {speed:.1f} tokens/s" if speed is not None else ""),
+        f"{text_model.name}: {len(text_model.served)} expert layers served; prompt by {_names(found.prompt_ran)}"
+        + (f", generation by {_names(found.new_ran)}" if found.new_ran else "")
+        + f"; {_dtype(text_model)}",
+    ]
+    return "\n".join(lines)
+
+
+def _names(ran: tuple[Ran, ...]) -> str:
+    return ", ".join(f"{r.implementation} ({r.strategy})" for r in ran)
+
+
+def _dtype(text_model: TextModel) -> str:
+    return str(text_model.model.dtype).removeprefix("torch.")
+
+
+def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, Any]:
+    """What --json prints."""
+    import torch
+    import transformers
+
+    def ran(parts: tuple[Ran, ...]) -> list[dict[str, str]]:
+        return [{"implementation": r.implementation, "strategy": r.strategy} for r in parts]
+
+    return {
+        "prompt": prompt,
+        "text": found.text,
+        "stopped": found.stopped,
+        "tokens": {"prompt": found.prompt_tokens, "generated": found.new_tokens},
+        "seconds": {"prompt": found.prompt_seconds, "generated": found.new_seconds},
+        "tokens_per_second": {"prompt": found.prompt_tokens_per_second, "generated": found.new_tokens_per_second},
+        "ran": {"prompt": ran(found.prompt_ran), "generated": ran(found.new_ran)},
+        "model": text_model.name,
+        "architecture": type(text_model.model).__name__,
+        "expert_layers": len(text_model.served),
+        "dtype": _dtype(text_model),
+        "device": str(text_model.model.device),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "moestro": moestro.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

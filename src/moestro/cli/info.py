@@ -1,0 +1,139 @@
+"""`moestro info`: what is installed, what this machine is, and what can run on it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+import moestro
+from moestro.cli.refusal import refusals
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "triton")
+PIPE_WIDTH = 160
+MEASURED = ("float32", "bfloat16")
+
+
+def info(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure memory bandwidth and FLOP/s; a few seconds.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Versions, processor features, threads, devices, and the implementations of every operation with reasons."""
+    with refusals():
+        found = collect(measure)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        _print(found)
+
+
+def collect(measure: bool) -> dict[str, Any]:
+    """Everything the command shows, as plain values."""
+    from moestro import machine
+
+    described = machine.describe()
+    return {
+        "versions": {"moestro": moestro.__version__, "python": platform.python_version(), **_versions()},
+        "machine": described,
+        "implementations": _implementations(),
+        "roof": _roofs() if measure else None,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """Installed versions; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _implementations() -> dict[str, list[dict[str, str | None]]]:
+    """Every implementation in order of priority; reason is None if it runs a small float32 call on the CPU."""
+    import torch
+
+    from moestro import ExpertWeights, Routing
+    from moestro.ops import _select
+
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    weights = ExpertWeights.from_dense(torch.zeros(8, 32, 16), torch.zeros(8, 16, 16))
+    calls: dict[str, tuple[Any, ...]] = {
+        "expert_mlp": (torch.zeros(4, 16), Routing(ids, torch.zeros(4, 2)), weights),
+        "grouping": (ids, 8),
+        "topk": (torch.zeros(4, 8), 2),
+    }
+    return {
+        operation: [{"name": c.name, "reason": c.reason} for c in _select.candidates(operation, *calls[operation])]
+        for operation in _select.operations()
+    }
+
+
+def _roofs() -> dict[str, dict[str, float]]:
+    import torch
+
+    from moestro import machine
+
+    roofs = {name: machine.measure(getattr(torch, name)) for name in MEASURED}
+    return {
+        name: {"bytes_per_second": roof.bytes_per_second, "flops_per_second": roof.flops_per_second}
+        for name, roof in roofs.items()
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for group, rows in _rows(found).items():
+        table.add_row(group, "")
+        for name, value in rows:
+            table.add_row(f"  {name}", value)
+    console.print(table)
+
+
+def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    missing = {"triton": "not installed: no GPU kernels of its own are in this version, so nothing needs it"}
+    versions = [(name, value or missing.get(name, "not installed")) for name, value in found["versions"].items()]
+    rows = {"versions": versions, "machine": _machine_rows(found["machine"])}
+    for operation, entries in found["implementations"].items():
+        rows[f"implementations of {operation}, first to last"] = [
+            (entry["name"], entry["reason"] or "ready") for entry in entries
+        ]
+    if found["roof"] is None:
+        rows["roof"] = [("not measured", "moestro info --measure")]
+    else:
+        rows["roof"] = [
+            (name, f"{roof['bytes_per_second'] / 1e9:.1f} GB/s, {roof['flops_per_second'] / 1e9:.0f} GFLOP/s")
+            for name, roof in found["roof"].items()
+        ]
+    return rows
+
+
+def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    caches = ", ".join(f"{name} {size / 2**10:.0f} KiB" for name, size in machine["cache_bytes"].items())
+    return [
+        ("processor", f"{machine['processor']} ({machine['architecture']})"),
+        ("features", " ".join(machine["features"]) or "none that matter here"),
+        ("cores, threads", f"{machine['cores']}, {machine['threads']}"),
+        ("caches of a core", caches or "unknown"),
+        (
+            "memory",
+            f"{machine['memory_bytes'] / 2**30:.1f} GiB, {machine['memory_available_bytes'] / 2**30:.1f} GiB available",
+        ),
+        ("accelerators", ", ".join(machine["accelerators"]) or "none"),
+        ("system", machine["system"]),
+    ]
