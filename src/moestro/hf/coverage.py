@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from moestro.errors import UnsupportedError
+from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import IMPLEMENTATION, zoo
 from moestro.hf.accelerate import INTERFACE, accelerate, adapter_of, served
 from moestro.hf.experts import flags_of
@@ -109,7 +109,10 @@ def measure(architecture: str) -> Row:
     one = zoo.inputs_of(model, batch=1, length=1)
     ways = (ours, *by_argument(model))
     errors = [relative_error(zoo.outputs(way, i), zoo.outputs(model, i)) for way in ways for i in (inputs, one)]
-    bfloat16, seed = measure_bfloat16(architecture)
+    try:
+        bfloat16, seed = measure_bfloat16(architecture)
+    except UnsupportedError as error:
+        return Row(architecture, name, reason=str(error))
     return Row(
         architecture,
         name,
@@ -144,11 +147,22 @@ def measure_bfloat16(architecture: str) -> tuple[float, int]:
     A router's top-k is a step: where two experts score alike, rounding decides and the logits jump, in Transformers'
     own code as much as in ours. Such a model proves nothing either way. Whether it is one is decided by its own code
     alone: its logits must survive rounding-size noise in its experts' outputs.
+
+    Raises:
+        UnsupportedError: the model's own code does not run in bfloat16.
     """
     for seed in range(MOST_SEEDS):
         model = zoo.to_bfloat16(zoo.build(architecture, seed).model)
         inputs = zoo.inputs_of(model, seed)
-        wanted = zoo.outputs(model, inputs)
+        try:
+            wanted = zoo.outputs(model, inputs)
+        except RuntimeError as error:
+            raise unsupported(
+                "coverage",
+                got=f"{type(model).__name__}, whose own code fails in bfloat16: {error}",
+                needs="a model that runs without moestro",
+                fix="Try another version of Transformers.",
+            ) from error
         if steady(model, inputs, wanted):
             break
     return relative_error(zoo.outputs(accelerate(copy.deepcopy(model)), inputs), wanted), seed

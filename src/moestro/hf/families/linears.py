@@ -115,7 +115,7 @@ def meaning_of(own: Any) -> Meaning:
 
 
 def inspect_nllb(module: Any) -> Plan:
-    meaning_of(type(module))
+    meaning_of(module.__class__)
     return inspect(NLLB_NAMES, module)
 
 
@@ -123,7 +123,7 @@ def forward_nllb(
     module: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor, *, strategy: str
 ) -> Tensor:
     """NllbMoeExperts: rows [T, H], a 0/1 mask [T, E] of first choices and weights [T, E] -> [T, H]."""
-    meaning, first = meaning_of(type(module)), router_mask.bool()
+    meaning, first = meaning_of(module.__class__), router_mask.bool()
     probs = router_probs.float()
     if meaning is Meaning.BY_VALUE:
         probs = torch.stack([probs.masked_fill(first, 0).sum(-1), probs.masked_fill(~first, 0).sum(-1)], -1)
