@@ -1,0 +1,247 @@
+"""`moestro generate`: the text, the numbers, and one line for everything that cannot be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import moestro
+from moestro.cli import app
+
+PROMPT = "class Queue:"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FOUR_PARTS = re.compile(r"\[\w[\w. ]*\] got .+; needs .+\. .+\.")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["generate", *arguments])
+
+
+def as_json(*arguments: str) -> dict:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def expected_text(folder: Path, new_tokens: int) -> str:
+    """What Transformers itself generates, greedily and with its own expert code."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_greedy_text_is_transformers_own(model_folder: Path) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+    assert found["text"] == expected_text(model_folder, 20)
+
+
+def test_text_on_stdout_and_the_rest_on_stderr(model_folder: Path) -> None:
+    result = run(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+    assert result.exit_code == 0
+    assert result.stdout == PROMPT + expected_text(model_folder, 20) + "\n"
+    first, second = result.stderr.splitlines()
+    assert re.fullmatch(r"prompt \d+ tokens, [\d.]+ tokens/s; generated 20 tokens, [\d.]+ tokens/s", first)
+    assert second == (
+        f"{model_folder}: 2 expert layers served; prompt by torch (grouped), generation by torch (selective); float32"
+    )
+
+
+def test_json_says_everything(model_folder: Path) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "5")
+    tokens = AutoTokenizer.from_pretrained(model_folder)(PROMPT)["input_ids"]
+    assert found["prompt"] == PROMPT
+    assert found["tokens"] == {"prompt": len(tokens), "generated": 5}
+    assert found["stopped"] == "length"
+    for part in ("prompt", "generated"):
+        assert found["seconds"][part] > 0
+    assert found["tokens_per_second"]["prompt"] == pytest.approx(len(tokens) / found["seconds"]["prompt"])
+    assert found["tokens_per_second"]["generated"] == pytest.approx(4 / found["seconds"]["generated"])
+    assert found["ran"] == {
+        "prompt": [{"implementation": "torch", "strategy": "grouped"}],
+        "generated": [{"implementation": "torch", "strategy": "selective"}],
+    }
+    assert found["model"] == str(model_folder)
+    assert (found["architecture"], found["expert_layers"]) == ("Qwen3MoeForCausalLM", 2)
+    assert (found["dtype"], found["device"]) == ("float32", "cpu")
+    assert found["versions"].keys() == {"moestro", "python", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("strategy", ["grouped", "selective", "all_experts"])
+def test_what_ran_is_what_was_asked_for(model_folder: Path, strategy: str) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "3", "--strategy", strategy)
+    ran = [{"implementation": "torch", "strategy": strategy}]
+    assert found["ran"] == {"prompt": ran, "generated": ran}
+
+
+def test_a_forced_implementation_is_named(model_folder: Path) -> None:
+    with moestro.use(implementation="reference"):
+        found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "3")
+    assert {r["implementation"] for part in found["ran"].values() for r in part} == {"reference"}
+
+
+def test_dtype(model_folder: Path) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "2", "--dtype", "bfloat16")
+    assert found["dtype"] == "bfloat16"
+
+
+def test_one_token_has_no_generation_speed(model_folder: Path) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "1")
+    assert found["tokens_per_second"]["generated"] is None
+    assert found["ran"]["generated"] == []
+    assert "generation by" not in run(PROMPT, "--model", str(model_folder), "--max-new-tokens", "1").stderr
+
+
+def test_without_a_limit_the_context_is_filled(model_folder: Path) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder))
+    total = found["tokens"]["prompt"] + found["tokens"]["generated"]
+    assert total == 64 if found["stopped"] == "length" else total < 64
+
+
+def test_seeds(model_folder: Path) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "20", "--do-sample", "--temperature", "1.5")
+    before = torch.random.get_rng_state()
+    one, again, other = (as_json(*options, "--seed", seed)["text"] for seed in ("1", "1", "2"))
+    assert one == again
+    assert one != other
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_sampling_options_reach_transformers(model_folder: Path) -> None:
+    """Each of them, at its most restrictive, makes sampling greedy."""
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "12")
+    greedy = as_json(*options)["text"]
+    for name, value in (("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1.0"), ("--temperature", "1e-4")):
+        assert as_json(*options, "--do-sample", name, value, "--seed", "5")["text"] == greedy, name
+    assert as_json(*options, "--repetition-penalty", "50.0")["text"] != greedy
+
+
+def test_chat_uses_the_template(model_folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = as_json("hi", "--model", str(tmp_path), "--chat", "--max-new-tokens", "2")
+    assert found["tokens"]["prompt"] == len(tokenizer("[user] hi\n[assistant]")["input_ids"])
+    shown = run("hi", "--model", str(tmp_path), "--chat", "--max-new-tokens", "2").stdout
+    assert shown == found["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("absent", "where there is no folder"),
+        ("name", "where there is no folder"),
+        ("hub", "hub id that can be reached"),
+        ("empty", "holds no config.json"),
+        ("no tokenizer", "without a tokenizer"),
+        ("no weights", "needs readable weights"),
+        ("cut", "needs readable weights"),
+        ("missing weight", "1 weights missing, such as model.norm.weight"),
+        ("other shapes", "of other shapes than its configuration says"),
+        ("dense", "Qwen3ForCausalLM, a dense model"),
+        ("image", "needs a causal language model"),
+        ("unknown", "no_such_architecture"),
+    ],
+)
+def test_a_model_that_cannot_run(broken: Callable[[str], str], fault: str, says: str) -> None:
+    refused(run(PROMPT, "--model", broken(fault)), says)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--chat"], "no chat template"),
+        (["--temperature", "0.5"], "temperature without do_sample"),
+        (["--no-do-sample", "--top-k", "5"], "top_k without do_sample"),
+        (["--seed", "5"], "seed without do_sample"),
+        (["--do-sample", "--temperature", "0"], "temperature=0.0; needs above 0"),
+        (["--do-sample", "--top-p", "1.5"], "top_p=1.5"),
+        (["--do-sample", "--top-p", "nan"], "top_p=nan"),
+        (["--do-sample", "--min-p", "-1"], "min_p=-1.0"),
+        (["--do-sample", "--top-k", "-1"], "top_k=-1"),
+        (["--do-sample", "--seed", "-1"], "seed=-1"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0; needs at least 1"),
+        (["--max-new-tokens", "64"], "needs at most 64 together"),
+        (["--dtype", "int8"], "dtype 'int8'"),
+        (["--device", "nowhere"], "device 'nowhere'"),
+        (["--strategy", "fastest"], "strategy='fastest'"),
+    ],
+)
+def test_an_option_that_cannot_be(model_folder: Path, options: list[str], says: str) -> None:
+    refused(run(PROMPT, "--model", str(model_folder), *options), says)
+
+
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_an_empty_prompt(prompt: str) -> None:
+    refused(run(prompt, "--model", "nowhere/at-all"), "an empty prompt")
+
+
+def test_a_prompt_beyond_the_context(model_folder: Path) -> None:
+    refused(run("x" * 65, "--model", str(model_folder)), "65 prompt tokens")
+
+
+def refused(result: Result, says: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert FOUR_PARTS.fullmatch(line), line
+    assert says in line
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moestro", *arguments], capture_output=True, text=True, env=os.environ, timeout=240
+    )
+
+
+def test_as_a_process(model_folder: Path) -> None:
+    done = script("generate", PROMPT, "--model", str(model_folder), "--max-new-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(PROMPT)
+    assert len(done.stderr.splitlines()) == 2, done.stderr
+    failed = script("generate", PROMPT, "--model", "./nowhere")
+    assert failed.returncode == 2
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def test_the_bundled_model() -> None:
+    found = as_json("def fibonacci(n):", "--max-new-tokens", "24")
+    assert found["model"] == "bundled"
+    assert found["architecture"] == "Qwen3MoeForCausalLM"
+    assert found["expert_layers"] >= 4
+    assert found["text"].startswith("\n    ")
+
+
+def test_help_loads_no_library() -> None:
+    code = """
+import sys
+from moestro.cli import app
+try:
+    app(["generate", "--help"])
+except SystemExit:
+    pass
+print("\\nLOADED", *({"transformers", "matplotlib", "tokenizers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines()[-1].strip() == "LOADED", done.stdout + done.stderr
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"moestro {moestro.__version__}\n"

@@ -1,0 +1,71 @@
+"""`moestro info`: what it says is what the library says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from moestro import machine
+from moestro.cli import app
+from moestro.machine import Roof
+from moestro.ops import _select
+
+
+@pytest.fixture
+def roofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_dtype = {torch.float32: Roof(1.25e10, 1e11), torch.bfloat16: Roof(1.25e10, 4e11)}
+    monkeypatch.setattr(machine, "measure", lambda dtype: by_dtype[dtype])
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["info", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_json() -> None:
+    found = json.loads(run("--json").stdout)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["threads"] == torch.get_num_threads()
+    assert found["machine"]["features"] == machine.features()
+    assert found["roof"] is None
+
+
+def test_every_implementation_is_listed_in_order() -> None:
+    found = json.loads(run("--json").stdout)["implementations"]
+    assert {op: [e["name"] for e in entries] for op, entries in found.items()} == {
+        op: [e.name for e in _select.implementations(op)] for op in _select.operations()
+    }
+    assert found["expert_mlp"][0] == {"name": "torch", "reason": None}
+
+
+def test_a_reason_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = _select.implementations("topk")
+    never = _select.Implementation("never", lambda scores, k: "it is Sunday", entries[0].call)
+    monkeypatch.setitem(_select._LISTS, "topk", [never, *entries])
+    assert json.loads(run("--json").stdout)["implementations"]["topk"][0] == {"name": "never", "reason": "it is Sunday"}
+    assert "it is Sunday" in run().stdout
+
+
+@pytest.mark.usefixtures("roofs")
+def test_measured() -> None:
+    found = json.loads(run("--measure", "--json").stdout)["roof"]
+    assert found["bfloat16"] == {"bytes_per_second": 1.25e10, "flops_per_second": 4e11}
+    text = run("--measure").stdout
+    assert "12.5 GB/s, 100 GFLOP/s" in text
+    assert "12.5 GB/s, 400 GFLOP/s" in text
+
+
+def test_text() -> None:
+    text = run().stdout
+    for part in (
+        torch.__version__,
+        machine.processor_name(),
+        "implementations of expert_mlp",
+        "moestro info --measure",
+    ):
+        assert part in text
