@@ -205,8 +205,9 @@ def test_explain_names_every_candidate_with_its_reason():
     moe, x = layer(), torch.randn(2, 3, 16)
     explanation = moestro.explain(moe, x)
     assert explanation.chosen == "torch"
-    assert explanation.strategy == "grouped"
-    assert "T*K = 12 > 6" in explanation.strategy_reason
+    assert explanation.strategy == "selective"
+    assert "T*K = 12 <= 24" in explanation.strategy_reason
+    assert moestro.explain(moe, torch.randn(13, 16)).strategy == "grouped"
     text = str(explanation)
     assert "> torch" in text
     assert "reference" in text

@@ -1,12 +1,25 @@
-"""rows [n, K] times one expert's matrix [N, K], in whichever of torch's ways is fastest for the number of rows."""
+"""Rows times expert matrices, in whichever of torch's ways is fastest for the number of rows.
+
+Names: rows x [n, K], one expert's matrix w [N, K], the stack of all experts [E, N, K].
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class Span(NamedTuple):
+    """Rows start to stop belong to one expert."""
+
+    expert: int
+    start: int
+    stop: int
 
 
 class Way(Enum):
@@ -25,19 +38,72 @@ class Way(Enum):
     WIDEN = "widen"
     WIDEN_COLUMNS = "widen-columns"
 
+    @property
+    def widens(self) -> bool:
+        return self in (Way.WIDEN, Way.WIDEN_COLUMNS)
+
 
 def matmul(x: Tensor, w: Tensor, way: Way) -> Tensor:
     """x [n, K] @ w [N, K].T -> [n, N], possibly a transposed view.
 
-    The output has the dtype of x, which is float32 for the WIDEN ways whatever the dtype of w.
+    In float32 for the ways that widen, in the dtype of w for a vector, else in the dtype that both promote to.
     """
-    if way is Way.ROWS:
-        return F.linear(x, w)
+    if way.widens:
+        return _widened(x.float(), w, columns=way is Way.WIDEN_COLUMNS)
     if way is Way.VECTOR:
-        return torch.mv(w, x[0])[None]
-    if way is Way.COLUMNS:
-        return torch.mm(w, x.t()).t()
-    return _widened(x, w, columns=way is Way.WIDEN_COLUMNS)
+        return torch.mv(w, x[0].to(w.dtype))[None]
+    if x.dtype != w.dtype:
+        wide = torch.promote_types(x.dtype, w.dtype)
+        x, w = x.to(wide), w.to(wide)
+    return torch.mm(w, x.t()).t() if way is Way.COLUMNS else F.linear(x, w)
+
+
+def matmul_spans(
+    x: Tensor, stack: Tensor, spans: Sequence[Span], ways: Sequence[Way], dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """Each span's rows times its expert's matrix -> [n, N] of `dtype`; the spans cover x in order.
+
+    The result may be a transposed view; with `out` it is written there.
+    """
+    if len(spans) > 1 and x.dtype == dtype and _fits_grouped_mm(x, stack) and all(way is Way.ROWS for way in ways):
+        y = F.grouped_mm(x, stack.transpose(1, 2), offs=_ends(spans, stack.shape[0]))
+        return y if out is None else out.copy_(y)
+    if out is None and len(spans) == 1:
+        return matmul(x, stack[spans[0].expert], ways[0]).to(dtype)
+    if out is None:
+        out = torch.empty(x.shape[0], stack.shape[1], dtype=dtype, device=x.device)
+    in_place = x.dtype == stack.dtype == out.dtype
+    sizes = [stop - start for _, start, stop in spans]
+    for (e, _, _), way, rows, target in zip(spans, ways, x.split(sizes), out.split(sizes), strict=True):
+        if way is Way.ROWS and in_place:
+            torch.mm(rows, stack[e].t(), out=target)
+        elif way is Way.VECTOR and in_place:
+            torch.mv(stack[e], rows[0], out=target[0])
+        else:
+            target.copy_(matmul(rows, stack[e], way))
+    return out
+
+
+def _fits_grouped_mm(x: Tensor, stack: Tensor) -> bool:
+    """Whether one torch call may loop over the experts: float32 on the CPU, every row on a 16-byte boundary."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == stack.dtype == torch.float32
+        and stack.is_contiguous()
+        and x.is_contiguous()
+        and stack.shape[1] % 4 == stack.shape[2] % 4 == 0
+        and (x.data_ptr() | stack.data_ptr()) % 16 == 0
+    )
+
+
+def _ends(spans: Sequence[Span], num_experts: int) -> Tensor:
+    """Cumulative rows of all experts, int32 [E]; the spans are in order of experts."""
+    ends, last = [], 0
+    for e, _, stop in spans:
+        ends += [last] * (e - len(ends))
+        ends.append(stop)
+        last = stop
+    return torch.tensor(ends + [last] * (num_experts - len(ends)), dtype=torch.int32)
 
 
 def _widened(x: Tensor, w: Tensor, columns: bool) -> Tensor:

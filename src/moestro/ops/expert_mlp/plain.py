@@ -5,56 +5,59 @@ Differentiable when any input requires a gradient; otherwise buffers are reused 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moestro.ops.expert_mlp.matmul import Way, matmul
-from moestro.ops.expert_mlp.tuning import choose_way
+from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
+from moestro.ops.expert_mlp.tuning import BATCH_ROWS, choose_way, widens
 from moestro.ops.grouping import plain as grouping
 from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
-Group = tuple[int, Tensor, Tensor]
-"""An expert, its rows [n, H], and the weight of each row [n]."""
+Batch = tuple[list[Span], Tensor]
+"""Consecutive spans of rows, and the rows [n, H]."""
 
 
-def expert_rows(x: Tensor, weights: ExpertWeights, e: int, row_weights: Tensor | None) -> Tensor:
-    """row_weights * E_e(x) for rows x [n, H] -> [n, H]; in float32 where the rows are computed in it."""
-    stored = weights.gate_up.data.dtype
-    way = choose_way(x.shape[0], stored, x.device.type) if x.dtype == stored else Way.ROWS
-    grad = needs_grad(x, row_weights, *weights.tensors)
-    if grad:
-        way = Way.ROWS
-    widened = way in (Way.WIDEN, Way.WIDEN_COLUMNS)
-    x = x.to(torch.float32 if widened else torch.promote_types(x.dtype, stored))
+def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
+    """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
+    stored, device = weights.gate_up.data.dtype, rows.device
+    mixed = rows.dtype != stored
+    ways = [Way.ROWS if mixed else choose_way(stop - start, stored, device.type) for _, start, stop in spans]
+    wide = torch.float32 if not mixed and widens(stored, device.type) else torch.promote_types(rows.dtype, stored)
 
-    h = matmul(x, _matrix(weights.gate_up.data, e, x, widened), way)
+    h = matmul_spans(rows, weights.gate_up.data, spans, ways, wide, None)
     if weights.gate_up_bias is not None:
-        h = h + weights.gate_up_bias[e] if grad else h.add_(weights.gate_up_bias[e])
-    a = activate(h, weights.activation) if grad else _activate_in_place(h, weights.activation)
-
-    late = weights.output_norm is not None
-    scale = None if row_weights is None else row_weights[:, None]
-    if scale is not None and not late:
-        # W (s a) = s (W a): the narrow side of the second matmul is the cheap one to weight.
-        a = (a * scale).to(a.dtype) if grad else a.mul_(scale)
-    y = matmul(a.to(x.dtype), _matrix(weights.down.data, e, x, widened), way)
+        h.add_(_of_rows(weights.gate_up_bias, spans))
+    a = _activate_in_place(h, weights.activation)
+    y = matmul_spans(a, weights.down.data, spans, ways, wide, out)
     if weights.down_bias is not None:
-        bias = weights.down_bias[e].to(y.dtype)
-        y = y + (bias if late or scale is None else (scale * bias).to(y.dtype))
-    if weights.output_norm is not None:
-        y = weights.output_norm(y)
-        y = y if scale is None else (y * scale).to(y.dtype)
-    return y
+        y.add_(_of_rows(weights.down_bias, spans))
+    return y if weights.output_norm is None else y.copy_(weights.output_norm(y))
 
 
-def _matrix(stack: Tensor, e: int, x: Tensor, widened: bool) -> Tensor:
-    return stack[e] if widened or stack.dtype == x.dtype else stack[e].to(x.dtype)
+def _of_rows(bias: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The bias [E, N] of each row's expert: [n, N], or [N] for a single span."""
+    if len(spans) == 1:
+        return bias[spans[0].expert]
+    owners = [e for e, start, stop in spans for _ in range(start, stop)]
+    return bias.index_select(0, torch.tensor(owners, device=bias.device))
+
+
+def differentiable_rows(rows: Tensor, weights: ExpertWeights, span: Span) -> Tensor:
+    """E_e(x) for the rows of one span -> [n, H], every step recorded by autograd."""
+    e, start, stop = span
+    h = matmul(rows[start:stop], weights.gate_up.data[e], Way.ROWS)
+    if weights.gate_up_bias is not None:
+        h = h + weights.gate_up_bias[e]
+    y = matmul(activate(h, weights.activation), weights.down.data[e], Way.ROWS)
+    if weights.down_bias is not None:
+        y = y + weights.down_bias[e]
+    return y if weights.output_norm is None else weights.output_norm(y)
 
 
 def _activate_in_place(h: Tensor, activation: Activation) -> Tensor:
@@ -71,41 +74,41 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def run_groups(routing: Routing, weights: ExpertWeights, groups: Iterable[Group]) -> Iterator[Tensor]:
-    """Weighted expert outputs of each group of rows, in the order of the groups."""
-    for e, rows, row_weights in groups:
-        if routing.weight_on == "input":
-            yield expert_rows((rows * row_weights[:, None]).to(rows.dtype), weights, e, None)
-        else:
-            yield expert_rows(rows, weights, e, row_weights)
-
-
-def gather_rows(outputs: Iterable[Tensor], num_rows: int, like: Tensor, grad: bool) -> Tensor:
-    """The outputs one below the other, and a last row of zeros for empty slots: [num_rows + 1, H]."""
-    # Half precision overflows where the sum of the slots need not.
-    dtype = torch.float32 if like.dtype == torch.float16 else like.dtype
-    if grad:
-        return torch.cat([*(o.to(dtype) for o in outputs), like.new_zeros(1, like.shape[1], dtype=dtype)])
-    rows = torch.empty(num_rows + 1, like.shape[1], dtype=dtype, device=like.device)
-    start = 0
-    for output in outputs:
-        rows[start : start + output.shape[0]] = output
-        start += output.shape[0]
-    rows[start:] = 0
-    return rows
-
-
-def sum_slots(rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """y[t] = sum over k of rows[places[t, k]], slot after slot, accumulated in float32 (float64 for float64)."""
-    return F.embedding_bag(places, rows, mode="sum").to(dtype)
-
-
-def _finish(
-    x: Tensor, routing: Routing, weights: ExpertWeights, groups: Iterable[Group], places: Tensor, num_rows: int
+def _run(
+    x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], places: Tensor, num_rows: int
 ) -> Tensor:
-    grad = needs_grad(x, routing.routing_weights, *weights.tensors)
-    rows = gather_rows(run_groups(routing, weights, groups), num_rows, x, grad)
-    return sum_slots(rows, places, x.dtype)
+    """Compute the batches and add up each token's slots.
+
+    places [T, K] is the row of each pair; row `num_rows` is the zero that empty slots point to.
+    """
+    # Half precision overflows where the sum of the slots need not.
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    slot_weights = routing.routing_weights.masked_fill(routing.expert_ids < 0, 0.0)
+    if routing.weight_on == "input":
+        slot_weights = torch.ones_like(slot_weights)
+    if needs_grad(x, routing.routing_weights, *weights.tensors):
+        parts = [differentiable_rows(rows, weights, span) for spans, rows in batches for span in spans]
+        stacked = torch.cat([*(part.to(dtype) for part in parts), x.new_zeros(1, x.shape[1], dtype=dtype)])
+        return (stacked[places] * slot_weights[..., None]).sum(1).to(x.dtype)
+    out, start = None, 0
+    for spans, rows in batches:
+        if rows.shape[0] == num_rows == places.numel():
+            out = expert_rows(rows, weights, spans).to(dtype)  # one batch, and no slot that points to the zero row
+            break
+        if out is None:
+            out = torch.empty(num_rows + 1, x.shape[1], dtype=dtype, device=x.device)
+            out[num_rows] = 0
+        expert_rows(rows, weights, spans, out[start : start + rows.shape[0]])
+        start += rows.shape[0]
+    if out is None:
+        return x.new_zeros(x.shape)
+    # One pass that gathers, weights and adds, accumulating in float32 (float64 for float64), slot after slot.
+    return F.embedding_bag(places, out, per_sample_weights=slot_weights.to(dtype), mode="sum").to(x.dtype)
+
+
+def _weighted_input(rows: Tensor, pair_weights: Tensor, routing: Routing) -> Tensor:
+    """The rows as the experts see them: times their weights where the model weights the input."""
+    return (rows * pair_weights[:, None]).to(rows.dtype) if routing.weight_on == "input" else rows
 
 
 def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
@@ -115,13 +118,29 @@ def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     num_rows = offsets[-1]
     row_weights = routing.routing_weights.reshape(-1)[order.token_ids * routing.top_k + order.slots]
 
-    def groups() -> Iterator[Group]:
-        for e, (a, b) in enumerate(pairwise(offsets)):
-            if a < b:
-                yield e, x.index_select(0, order.token_ids[a:b]), row_weights[a:b]
+    def batches() -> Iterator[Batch]:
+        for spans in batch_spans(offsets):
+            start, stop = spans[0].start, spans[-1].stop
+            rows = x.index_select(0, order.token_ids[start:stop])
+            local = [Span(e, a - start, b - start) for e, a, b in spans]
+            yield local, _weighted_input(rows, row_weights[start:stop], routing)
 
     places = order.inverse.clamp(max=num_rows).reshape(routing.expert_ids.shape)
-    return _finish(x, routing, weights, groups(), places, num_rows)
+    return _run(x, routing, weights, batches(), places, num_rows)
+
+
+def batch_spans(offsets: Sequence[int]) -> Iterator[list[Span]]:
+    """The experts that have rows, in order: one of many rows alone, ones of few rows together."""
+    batch: list[Span] = []
+    for e, (start, stop) in enumerate(pairwise(offsets)):
+        if start == stop:
+            continue
+        if batch and stop - batch[0].start > BATCH_ROWS:
+            yield batch
+            batch = []
+        batch.append(Span(e, start, stop))
+    if batch:
+        yield batch
 
 
 def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
@@ -131,21 +150,20 @@ def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     for pair, e in enumerate(flat_ids):
         if e >= 0:
             pairs_of.setdefault(e, []).append(pair)
-    ordered = [pair for pairs in pairs_of.values() for pair in pairs]
-    flat = routing.routing_weights.reshape(-1)
-
-    def groups() -> Iterator[Group]:
-        for e, pairs in pairs_of.items():
-            if len(pairs) == 1:
-                t = pairs[0] // routing.top_k
-                yield e, x[t : t + 1], flat[pairs[0] : pairs[0] + 1]
-            else:
-                index = torch.tensor(pairs, device=x.device)
-                yield e, x.index_select(0, index // routing.top_k), flat.index_select(0, index)
-
-    place = {pair: row for row, pair in enumerate(ordered)}
-    places = torch.tensor([place.get(pair, len(ordered)) for pair in range(len(flat_ids))], device=x.device)
-    return _finish(x, routing, weights, groups(), places.reshape(routing.expert_ids.shape), len(ordered))
+    pairs, spans = [], []
+    for e, own in sorted(pairs_of.items()):
+        spans.append(Span(e, len(pairs), len(pairs) + len(own)))
+        pairs += own
+    place_of = [len(pairs)] * len(flat_ids)
+    for row, pair in enumerate(pairs):
+        place_of[pair] = row
+    places = torch.tensor(place_of, device=x.device).reshape(routing.expert_ids.shape)
+    index = torch.tensor(pairs, device=x.device, dtype=torch.int64)
+    rows = x.index_select(0, index // routing.top_k)
+    if routing.weight_on == "input":
+        rows = _weighted_input(rows, routing.routing_weights.reshape(-1)[index], routing)
+    batches = [(spans, rows)] if spans else []
+    return _run(x, routing, weights, batches, places, len(pairs))
 
 
 def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: int) -> Tensor:
@@ -159,31 +177,41 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
     places = torch.where(schedule.scatter_index < 0, num_cells, schedule.scatter_index)
     cells = places.reshape(-1)
     blocked = x.new_zeros(num_cells + 1, x.shape[1]).index_copy(0, cells, x.repeat_interleave(routing.top_k, 0))
-    flat = routing.routing_weights.reshape(-1)
-    cell_weights = flat.new_zeros(num_cells + 1).index_copy(0, cells, flat)
+    if routing.weight_on == "input":
+        flat = routing.routing_weights.reshape(-1)
+        cell_weights = flat.new_zeros(num_cells + 1).index_copy(0, cells, flat)
+        blocked = _weighted_input(blocked, cell_weights.index_fill(0, torch.tensor(num_cells), 0.0), routing)
 
-    def groups() -> Iterator[Group]:
+    def batches() -> Iterator[Batch]:
         start = 0
         for e, length in runs:
             stop = start + length * block_size
-            yield e, blocked[start:stop], cell_weights[start:stop]
+            yield [Span(e, 0, stop - start)], blocked[start:stop]
             start = stop
 
-    return _finish(x, routing, weights, groups(), places, num_cells)
+    return _run(x, routing, weights, batches(), places, num_cells)
 
 
 def all_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """Every expert on every token, masked at the combine; no step depends on the routing's values."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    on_input = routing.weight_on == "input"
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for e in range(weights.num_experts):
         chosen = routing.expert_ids == e
-        hit = chosen.any(1, keepdim=True)
-        if routing.weight_on == "input":
-            for k in range(routing.top_k):
-                w = routing.routing_weights[:, k, None].masked_fill(~chosen[:, k, None], 0.0)
-                y = y + torch.where(chosen[:, k, None], expert_rows((x * w).to(x.dtype), weights, e, None), 0.0)
-        else:
-            w = routing.routing_weights.masked_fill(~chosen, 0.0).sum(1)
-            y = y + torch.where(hit, expert_rows(x, weights, e, w), 0.0)
+        w = routing.routing_weights.masked_fill(~chosen, 0.0)
+        if not on_input:
+            z = _everyone(x, weights, e) * w.sum(1, keepdim=True)
+            y = y + torch.where(chosen.any(1, keepdim=True), z, 0.0)
+            continue
+        for k in range(routing.top_k):
+            z = _everyone((x * w[:, k, None]).to(x.dtype), weights, e)
+            y = y + torch.where(chosen[:, k, None], z, 0.0)
     return y.to(x.dtype)
+
+
+def _everyone(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
+    span = Span(e, 0, x.shape[0])
+    if needs_grad(x, *weights.tensors):
+        return differentiable_rows(x, weights, span)
+    return expert_rows(x, weights, [span])

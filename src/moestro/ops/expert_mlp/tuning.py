@@ -12,8 +12,11 @@ from moestro.ops.expert_mlp.matmul import Way
 
 STRATEGIES = ("grouped", "blockwise", "selective", "all_experts")
 
-SELECTIVE_ALPHA = 1.0
-SELECTIVE_MAX_PAIRS = 256
+SELECTIVE_ALPHA = 4.0
+"""Mean rows per expert up to which pairs are walked instead of sorted."""
+
+BATCH_ROWS = 32
+"""Experts of few rows share what stands between their matmuls up to this many rows."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,10 @@ def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
     rows are grouped by expert. Blockwise and all_experts are never faster in plain torch (docs/log.md) and run
     only when asked for.
     """
-    limit = min(SELECTIVE_ALPHA * num_experts, SELECTIVE_MAX_PAIRS)
+    limit = SELECTIVE_ALPHA * num_experts
     if num_pairs <= limit:
-        return Choice("selective", f"T*K = {num_pairs} <= {limit:g} = min(alpha*E, {SELECTIVE_MAX_PAIRS})")
-    return Choice("grouped", f"T*K = {num_pairs} > {limit:g} = min(alpha*E, {SELECTIVE_MAX_PAIRS})")
+        return Choice("selective", f"T*K = {num_pairs} <= {limit:g} = alpha*E with alpha = {SELECTIVE_ALPHA:g}")
+    return Choice("grouped", f"T*K = {num_pairs} > {limit:g} = alpha*E with alpha = {SELECTIVE_ALPHA:g}")
 
 
 def parse_strategy(strategy: str) -> tuple[str, int | None]:
@@ -65,10 +68,17 @@ def choose_way(num_rows: int, dtype: torch.dtype, device_type: str) -> Way:
     """How to multiply `num_rows` rows by a matrix of `dtype` (thresholds measured; see docs/log.md)."""
     if device_type != "cpu" or dtype == torch.float64:
         return Way.ROWS
-    if num_rows == 1 and dtype != torch.float16:
+    if dtype == torch.float32:
+        return Way.COLUMNS if 6 <= num_rows < 56 else Way.ROWS
+    if num_rows == 1 and dtype == torch.bfloat16:
         return Way.VECTOR
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16()):
-        return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and multiplies_bfloat16():
         return Way.COLUMNS
-    return Way.ROWS if num_rows < 4 or num_rows >= 128 else Way.COLUMNS
+    return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
+
+
+def widens(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether rows of this dtype are float32 between the two matmuls."""
+    if device_type != "cpu":
+        return False
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
