@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import moestro
 from moestro.cli import app

@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from moestro import machine
 from moestro.cli import app
