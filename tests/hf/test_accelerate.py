@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import io
 
 import pytest
@@ -218,6 +219,24 @@ def test_switch_drops_what_is_over_capacity():
     assert not out[0].any()
     assert out[1].any()
     assert not out[2].any()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "layers"),
+    [
+        ("aria", "AriaForConditionalGeneration", 32),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", 24),
+        ("dots3_note", "Dots3NoteForConditionalGeneration", 62),  # 45 of the text model, 17 of the vision model
+        ("step3p7", "Step3p7ForConditionalGeneration", 42),
+        ("mixtral", "MixtralForSequenceClassification", 32),
+    ],
+)
+def test_whole_models_of_full_size_before_their_weights_are_loaded(folder, name, layers):
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    model_class = getattr(module, name)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class())
+    assert len(served(accelerate(model))) == layers
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

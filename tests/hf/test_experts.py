@@ -200,3 +200,26 @@ def test_a_parametrised_weight_is_served_as_it_computes():
     wanted = module(x, ids, weights) * 2
     nn.utils.parametrize.register_parametrization(module, "down_proj", Doubled())
     torch.testing.assert_close(serve(module, x, ids, weights), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_activation_with_parameters_stays_its_own_and_trains():
+    class Slope(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha = nn.Parameter(torch.ones(()))
+
+        def forward(self, z):
+            return z * torch.sigmoid(self.alpha * z)
+
+    module = module_of()
+    module.act_fn = Slope()
+    x, ids, weights = routed(5)
+    assert experts.plan_of(module).activation.kind == "custom"
+    wanted = module(x, ids, weights)
+    wanted.sum().backward()
+    theirs = module.act_fn.alpha.grad.clone()
+    module.zero_grad()
+    ours = serve(module, x, ids, weights)
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    ours.sum().backward()
+    torch.testing.assert_close(module.act_fn.alpha.grad, theirs, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ from torch import nn
 from moestro.errors import UnsupportedError, invalid_input, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
-from moestro.hf.experts import PLAN, Plan
+from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import Adapter
 
@@ -141,7 +141,8 @@ def _read(model: nn.Module, path: str, module: nn.Module, adapter: Adapter) -> P
     try:
         return adapter.inspect(module)
     except UnsupportedError as error:
-        raise _refusal(model, path, type(module).__name__, str(error)) from error
+        reason = error.reason if isinstance(error, RefusedError) else str(error)
+        raise _refusal(model, path, type(module).__name__, reason) from error
 
 
 def _refusal(model: nn.Module, path: str, name: str, reason: str) -> UnsupportedError:

@@ -59,14 +59,23 @@ class Plan:
         return type(None), ()
 
 
-def refuse(module: nn.Module, got: str, needs: str) -> UnsupportedError:
+class RefusedError(UnsupportedError):
+    """A module that cannot be served; `reason` is the clause that a sentence about its model can take in."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def refuse(module: nn.Module, got: str, needs: str) -> RefusedError:
     """The error for a module that cannot be served: it names the class, and nothing has been changed yet."""
-    return unsupported(
+    error = unsupported(
         type(module).__name__,
         got=got,
         needs=needs,
         fix="The model still runs with Transformers' own code (experts_implementation='eager').",
     )
+    return RefusedError(str(error), f"it has {got}, where moestro needs {needs}")
 
 
 def check_dense(module: nn.Module, tensors: Iterable[Tensor]) -> None:
@@ -104,11 +113,11 @@ def inspect(module: nn.Module, flags: Flags) -> Plan:
         got = f"no parameter {', '.join(missing)}" if missing else f"an unknown parameter {', '.join(unknown)}"
         raise refuse(module, got, f"exactly {', '.join(needed)}")
     check_dense(module, [getattr(module, name) for name in needed])
-    plan = Plan(recognise(gate_of(module, flags.gated), flags.gated, constants_of(module)), flags)
+    plan = Plan(activation_of(module, flags.gated), flags)
     try:
         expert_weights(module, plan)
     except ValueError as error:
-        raise refuse(module, f"shapes its flags do not explain ({error})", "the layout its flags name") from error
+        raise refuse(module, f"shapes its flags do not explain ({error})", "the layout they name") from error
     return plan
 
 
@@ -196,6 +205,14 @@ def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, st
     """Run the primitive on hidden_states [..., H], computing in the weights' dtype and returning the caller's."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(weights.gate_up.data.dtype)
     return run(rows, routing, weights, strategy).to(hidden_states.dtype).view(hidden_states.shape)
+
+
+def activation_of(module: nn.Module, gated: bool) -> Activation:
+    """What the module computes between its two matmuls: data where that is what it does, else its own function."""
+    function, act = gate_of(module, gated), getattr(module, "act_fn", None)
+    if isinstance(act, nn.Module) and act.state_dict():
+        return Activation(kind="custom", gated=gated, function=function)  # its numbers may change, or be trained
+    return recognise(function, gated, constants_of(module))
 
 
 def gate_of(module: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:

@@ -51,12 +51,12 @@ def make_k_contiguous(weight: nn.Parameter) -> str:
     reason = why_not_in_place(weight)
     if reason is not None:
         return f"{STRIDED} ({reason})"
-    num_experts, rows, columns = weight.shape
+    _, rows, columns = weight.shape
     with torch.inference_mode(False), torch.no_grad():
-        stored = weight.detach().view(num_experts, columns, rows)
-        for expert in range(num_experts):
-            matrix = stored[expert]
-            matrix.copy_(matrix.view(rows, columns).t().contiguous())
+        stored = weight.detach().view(-1, columns, rows)
+        turned = torch.empty_like(stored[0])
+        for matrix in stored:
+            matrix.copy_(turned.copy_(matrix.view(rows, columns).t()))
         weight.data = stored.transpose(1, 2)
     return K_CONTIGUOUS
 
