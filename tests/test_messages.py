@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "TopKRouter K = 0": (lambda: TopKRouter(H, E, 0), "TopKRouter", "top_k=0", "1 <= top_k"),
     "TopKRouter scoring": (lambda: TopKRouter(H, E, K, scoring="softmin"), "Scoring", "'softmin'", "softmax"),
     "TopKRouter shape": (lambda: TopKRouter(H, E, K)(x(T, H + 1)), "TopKRouter", "[5, 9]", "8"),
-    "router NaN": (logits_nan, "route", "NaN", "NaN"),
+    "router NaN": (logits_nan, "route", "a logit of nan", ""),
     "GroupLimitedRouter groups": (
         lambda: moestro.GroupLimitedRouter(H, 6, K, GroupLimit(num_groups=4, top_groups=2)),
         "GroupLimit",
