@@ -66,11 +66,8 @@ def public(name: str) -> bool:
 
 
 def is_command(node: Function) -> bool:
-    """A typer command: its parameters are options of the command line, which has no value objects."""
-    return any(
-        isinstance(d, ast.Call) and isinstance(d.func, ast.Attribute) and d.func.attr in ("command", "callback")
-        for d in node.decorator_list
-    )
+    """A command: its parameters are options of the command line, which has no value objects."""
+    return any(a.annotation is not None and "typer." in ast.unparse(a.annotation) for a in node.args.args)
 
 
 def signatures(module: Source) -> dict[str, int]:
