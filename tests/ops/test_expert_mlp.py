@@ -191,10 +191,11 @@ def test_ways_chosen_by_rows_dtype_and_processor(monkeypatch):
     ways = {}
     for native in (True, False):
         monkeypatch.setattr(tuning, "multiplies_bfloat16", lambda native=native: native)
-        ways[native] = [tuning.choose_way(n, torch.bfloat16, "cpu") for n in (1, 2, 8, 64)]
+        ways[native] = [tuning.choose_way(n, torch.empty(2, 1024, 1024).bfloat16()) for n in (1, 2, 8, 64)]
     assert ways[True] == [mm.Way.VECTOR, mm.Way.COLUMNS, mm.Way.COLUMNS, mm.Way.COLUMNS]
     assert ways[False] == [mm.Way.VECTOR, mm.Way.WIDEN, mm.Way.WIDEN, mm.Way.WIDEN_COLUMNS]
-    assert tuning.choose_way(5, torch.bfloat16, "cuda") is mm.Way.ROWS
+    assert tuning.choose_way(5, torch.empty(2, 1024, 1024, device="meta").bfloat16()) is mm.Way.ROWS
+    assert tuning.choose_way(5, torch.empty(2, 64, 64)) is mm.Way.ROWS
 
 
 @pytest.mark.parametrize("native", [True, False])

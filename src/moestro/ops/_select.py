@@ -65,14 +65,16 @@ def select(operation: str, *args: Any) -> Implementation:
     entries = _LISTS[operation]
     forced = settings.current().implementation
     if forced is not None:
-        entries = [i for i in entries if i.name == forced]
-        if not entries:
+        named = [i for i in entries if i.name == forced]
+        # A name that only other operations know does not concern this one.
+        if not named and not any(i.name == forced for entries in _LISTS.values() for i in entries):
             raise unsupported(
                 operation,
                 got=f"implementation={forced!r}",
-                needs=f"one of {', '.join(i.name for i in _LISTS[operation])}",
+                needs=f"one of {', '.join(i.name for i in entries)}",
                 fix=f"See moestro.use and the variable {settings.IMPLEMENTATION_VARIABLE}.",
             )
+        entries = named or entries
     reasons = []
     for entry in entries:
         reason = entry.supports(*args)

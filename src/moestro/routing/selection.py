@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moestro import reference
 from moestro.errors import invalid_input
 from moestro.ops import topk
 from moestro.routing.scoring import Scoring, finish, prepare, score, score_selected
@@ -152,28 +151,10 @@ def _limit(choice: Tensor, groups: GroupLimit) -> Tensor:
 
 
 def best_indices(choice: Tensor, k: int) -> Tensor:
-    """Indices [T, k] of the largest of choice [T, E], in the order of `moestro.ops.topk`.
-
-    On the CPU torch.topk finds them several times faster than an operation with a total order; only rows in which
-    it met equal values, where its own order is not defined, are ranked again.
-    """
+    """Indices [T, k] of the largest of choice [T, E], in the order of `moestro.topk`, which also meets NaN."""
     if torch.compiler.is_compiling() or choice.device.type != "cpu":
         torch._assert_async((choice == choice).all(), "[route] scores plus correction must not be NaN")
-        return reference.topk(choice, k) if choice.dtype == torch.float64 else topk.run(choice, k)[1]
-    values, indices = choice.topk(min(k + 1, choice.shape[-1]))
-    indices = indices[:, :k]
-    tied = ~(values[:, 1:] < values[:, :-1])  # true for NaN as well
-    if tied.any():
-        if torch.isnan(choice).any():
-            raise invalid_input(
-                "route",
-                got="NaN among the scores plus correction",
-                needs="finite correction biases",
-                fix="Look for NaN in correction_bias.",
-            )
-        rows = tied.any(-1).nonzero()[:, 0]
-        indices = indices.index_copy(0, rows, reference.topk(choice[rows], k))
-    return indices
+    return topk.run(choice, k)[1]
 
 
 def _check_sizes(

@@ -74,7 +74,7 @@ def matmul_spans(
         out = torch.empty(x.shape[0], stack.shape[1], dtype=dtype, device=x.device)
     in_place = x.dtype == stack.dtype == out.dtype
     sizes = [stop - start for _, start, stop in spans]
-    for (e, _, _), way, rows, target in zip(spans, ways, x.split(sizes), out.split(sizes), strict=True):
+    for (e, _, _), way, rows, target in zip(spans, ways, torch.split(x, sizes), torch.split(out, sizes), strict=True):
         if way is Way.ROWS and in_place:
             torch.mm(rows, stack[e].t(), out=target)
         elif way is Way.VECTOR and in_place:
@@ -85,20 +85,23 @@ def matmul_spans(
 
 
 def _fits_grouped_mm(x: Tensor, stack: Tensor) -> bool:
-    """Whether one torch call may loop over the experts: float32 on the CPU, every row on a 16-byte boundary."""
+    """Whether one torch call may loop over the experts: on the CPU, every row on a 16-byte boundary."""
     return (
         x.device.type == "cpu"
-        and x.dtype == stack.dtype == torch.float32
+        and x.dtype == stack.dtype
+        and x.dtype in (torch.float32, torch.bfloat16)
         and stack.is_contiguous()
-        and x.is_contiguous()
-        and stack.shape[1] % 4 == stack.shape[2] % 4 == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and stack.shape[1] % 8 == stack.shape[2] % 8 == 0
         and (x.data_ptr() | stack.data_ptr()) % 16 == 0
     )
 
 
 def _ends(spans: Sequence[Span], num_experts: int) -> Tensor:
     """Cumulative rows of all experts, int32 [E]; the spans are in order of experts."""
-    ends, last = [], 0
+    ends: list[int] = []
+    last = 0
     for e, _, stop in spans:
         ends += [last] * (e - len(ends))
         ends.append(stop)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
-from moestro.ops.expert_mlp.tuning import BATCH_ROWS, choose_way, widens
+from moestro.ops.expert_mlp.tuning import ACCUMULATE_BYTES, batch_rows, choose_way, small_experts, widens
 from moestro.ops.grouping import plain as grouping
 from moestro.reference import activate
 from moestro.types import Activation, Routing
@@ -27,7 +28,10 @@ def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out
     """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
     stored, device = weights.gate_up.data.dtype, rows.device
     mixed = rows.dtype != stored
-    ways = [Way.ROWS if mixed else choose_way(stop - start, stored, device.type) for _, start, stop in spans]
+    if mixed or small_experts(weights.gate_up.data):
+        ways = [Way.ROWS] * len(spans)
+    else:
+        ways = [choose_way(stop - start, weights.gate_up.data) for _, start, stop in spans]
     wide = torch.float32 if not mixed and widens(stored, device.type) else torch.promote_types(rows.dtype, stored)
 
     h = matmul_spans(rows, weights.gate_up.data, spans, ways, wide, None)
@@ -74,26 +78,38 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _run(
-    x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], places: Tensor, num_rows: int
-) -> Tensor:
-    """Compute the batches and add up each token's slots.
+class Places(NamedTuple):
+    """Where each pair's row stands.
 
-    places [T, K] is the row of each pair; row `num_rows` is the zero that empty slots point to.
+    Attributes:
+        of_pairs: [T, K], the row of each pair; `num_rows`, one past the last, for an empty slot.
+        num_rows: rows of all batches together.
+        complete: whether no slot is empty.
     """
+
+    of_pairs: Tensor
+    num_rows: int
+    complete: bool
+
+
+def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], places: Places) -> Tensor:
+    """Compute the batches and add up each token's slots."""
+    num_rows = places.num_rows
     # Half precision overflows where the sum of the slots need not.
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
-    slot_weights = routing.routing_weights.masked_fill(routing.expert_ids < 0, 0.0)
+    slot_weights = routing.routing_weights
     if routing.weight_on == "input":
         slot_weights = torch.ones_like(slot_weights)
+    elif not places.complete:
+        slot_weights = slot_weights.masked_fill(routing.expert_ids < 0, 0.0)
     if needs_grad(x, routing.routing_weights, *weights.tensors):
         parts = [differentiable_rows(rows, weights, span) for spans, rows in batches for span in spans]
         stacked = torch.cat([*(part.to(dtype) for part in parts), x.new_zeros(1, x.shape[1], dtype=dtype)])
-        return (stacked[places] * slot_weights[..., None]).sum(1).to(x.dtype)
+        return (stacked[places.of_pairs] * slot_weights[..., None]).sum(1).to(x.dtype)
     out, start = None, 0
     for spans, rows in batches:
-        if rows.shape[0] == num_rows == places.numel():
-            out = expert_rows(rows, weights, spans).to(dtype)  # one batch, and no slot that points to the zero row
+        if places.complete and rows.shape[0] == num_rows:
+            out = expert_rows(rows, weights, spans).to(dtype)
             break
         if out is None:
             out = torch.empty(num_rows + 1, x.shape[1], dtype=dtype, device=x.device)
@@ -103,7 +119,7 @@ def _run(
     if out is None:
         return x.new_zeros(x.shape)
     # One pass that gathers, weights and adds, accumulating in float32 (float64 for float64), slot after slot.
-    return F.embedding_bag(places, out, per_sample_weights=slot_weights.to(dtype), mode="sum").to(x.dtype)
+    return F.embedding_bag(places.of_pairs, out, per_sample_weights=slot_weights.to(dtype), mode="sum").to(x.dtype)
 
 
 def _weighted_input(rows: Tensor, pair_weights: Tensor, routing: Routing) -> Tensor:
@@ -119,23 +135,42 @@ def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     row_weights = routing.routing_weights.reshape(-1)[order.token_ids * routing.top_k + order.slots]
 
     def batches() -> Iterator[Batch]:
-        for spans in batch_spans(offsets):
+        for spans in batch_spans(offsets, batch_rows(weights.gate_up.data)):
             start, stop = spans[0].start, spans[-1].stop
             rows = x.index_select(0, order.token_ids[start:stop])
             local = [Span(e, a - start, b - start) for e, a, b in spans]
             yield local, _weighted_input(rows, row_weights[start:stop], routing)
 
+    grad = needs_grad(x, routing.routing_weights, *weights.tensors)
+    if not grad and num_rows * x.shape[1] * x.element_size() > ACCUMULATE_BYTES:
+        return _accumulate(x, routing, weights, batches(), order.token_ids, row_weights)
     places = order.inverse.clamp(max=num_rows).reshape(routing.expert_ids.shape)
-    return _run(x, routing, weights, batches(), places, num_rows)
+    return _run(x, routing, weights, batches(), Places(places, num_rows, num_rows == places.numel()))
 
 
-def batch_spans(offsets: Sequence[int]) -> Iterator[list[Span]]:
-    """The experts that have rows, in order: one of many rows alone, ones of few rows together."""
+def _accumulate(
+    x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], tokens: Tensor, row_weights: Tensor
+) -> Tensor:
+    """Add each batch's rows to its tokens' sums, in float32 at least: no buffer of all rows, T * H instead of R * H."""
+    y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    start = 0
+    for spans, rows in batches:
+        stop = start + rows.shape[0]
+        z = expert_rows(rows, weights, spans)
+        if routing.weight_on == "output":
+            z = z.mul_(row_weights[start:stop, None].to(z.dtype))
+        y.index_add_(0, tokens[start:stop], z.to(y.dtype))
+        start = stop
+    return y.to(x.dtype)
+
+
+def batch_spans(offsets: Sequence[int], most: int) -> Iterator[list[Span]]:
+    """The experts that have rows, in order: together up to `most` rows, an expert of more alone."""
     batch: list[Span] = []
     for e, (start, stop) in enumerate(pairwise(offsets)):
         if start == stop:
             continue
-        if batch and stop - batch[0].start > BATCH_ROWS:
+        if batch and stop - batch[0].start > most:
             yield batch
             batch = []
         batch.append(Span(e, start, stop))
@@ -150,7 +185,8 @@ def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     for pair, e in enumerate(flat_ids):
         if e >= 0:
             pairs_of.setdefault(e, []).append(pair)
-    pairs, spans = [], []
+    pairs: list[int] = []
+    spans: list[Span] = []
     for e, own in sorted(pairs_of.items()):
         spans.append(Span(e, len(pairs), len(pairs) + len(own)))
         pairs += own
@@ -163,7 +199,7 @@ def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     if routing.weight_on == "input":
         rows = _weighted_input(rows, routing.routing_weights.reshape(-1)[index], routing)
     batches = [(spans, rows)] if spans else []
-    return _run(x, routing, weights, batches, places, len(pairs))
+    return _run(x, routing, weights, batches, Places(places, len(pairs), len(pairs) == len(flat_ids)))
 
 
 def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: int) -> Tensor:
@@ -189,7 +225,8 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
             yield [Span(e, 0, stop - start)], blocked[start:stop]
             start = stop
 
-    return _run(x, routing, weights, batches(), places, num_cells)
+    complete = int(schedule.counts.sum()) == places.numel()
+    return _run(x, routing, weights, batches(), Places(places, num_cells, complete))
 
 
 def all_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops.expert_mlp.matmul import Way
@@ -15,8 +16,20 @@ STRATEGIES = ("grouped", "blockwise", "selective", "all_experts")
 SELECTIVE_ALPHA = 4.0
 """Mean rows per expert up to which pairs are walked instead of sorted."""
 
-BATCH_ROWS = 32
-"""Experts of few rows share what stands between their matmuls up to this many rows."""
+SMALL_BYTES = 1 << 20
+"""Expert matrices up to this size cost less to multiply than to call for one by one."""
+
+
+def small_experts(stack: Tensor) -> bool:
+    """Whether calls, not weights, are what one expert's matmul costs: then all go into one call."""
+    if stack.dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return False
+    return stack.dtype in (torch.float32, torch.bfloat16) and stack[:1].nbytes <= SMALL_BYTES
+
+
+def batch_rows(stack: Tensor) -> int:
+    """Experts of few rows share what stands between their matmuls up to this many rows."""
+    return 4096 if small_experts(stack) else 32
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,10 @@ class Choice:
 
     strategy: str
     reason: str
+
+
+ACCUMULATE_BYTES = 32 << 20
+"""Beyond this, a buffer of all rows costs more in fresh pages than adding each expert's rows to the sums at once."""
 
 
 def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
@@ -64,16 +81,17 @@ def multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def choose_way(num_rows: int, dtype: torch.dtype, device_type: str) -> Way:
-    """How to multiply `num_rows` rows by a matrix of `dtype` (thresholds measured; see docs/log.md)."""
-    if device_type != "cpu" or dtype == torch.float64:
+def choose_way(num_rows: int, stack: Tensor) -> Way:
+    """How to multiply `num_rows` rows by one matrix of the stack [E, N, K] (thresholds measured; see docs/log.md)."""
+    dtype = stack.dtype
+    if stack.device.type != "cpu" or dtype == torch.float64 or small_experts(stack):
         return Way.ROWS
     if dtype == torch.float32:
         return Way.COLUMNS if 6 <= num_rows < 56 else Way.ROWS
     if num_rows == 1 and dtype == torch.bfloat16:
         return Way.VECTOR
     if dtype == torch.bfloat16 and multiplies_bfloat16():
-        return Way.COLUMNS
+        return Way.COLUMNS if num_rows < 112 else Way.ROWS
     return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
 
 

@@ -11,7 +11,7 @@ from moestro.ops.topk import plain, reference, tuning
 
 __all__ = ["topk"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     depends on data but values, so the operation passes torch.compile(fullgraph=True) and torch.export.
 
     Args:
-        scores: [T, E], float32, bfloat16 or float16. E is at most 65536.
+        scores: [T, E], floating point. E is at most 65536.
         k: 1 <= k <= E.
 
     Returns:
@@ -35,7 +35,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise invalid_input(
             "topk",
             got=f"scores {list(scores.shape)} of {scores.dtype}",
-            needs="[num_tokens, num_experts] of float32, bfloat16 or float16",
+            needs="[num_tokens, num_experts] of float32, bfloat16, float16 or float64",
             fix="Flatten the batch, or convert with scores.float().",
         )
     if not 1 <= k <= scores.shape[-1] <= plain.MAX_EXPERTS:
@@ -68,6 +68,8 @@ def _refuse_nan(scores: Tensor) -> None:
 
 
 def _rank_supports(scores: Tensor, k: int) -> str | None:
+    if scores.dtype == torch.float64:
+        return "a float64 score and its index do not fit one 64-bit word"
     if torch.compiler.is_compiling() or tuning.rank_fits(*scores.shape):
         return None  # a traced graph holds for every num_tokens, so the limit is the caller's there
     return f"T * E * E comparisons exceed {tuning.RANK_LIMIT} for scores {list(scores.shape)}"

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moestro import reference
+from moestro.errors import invalid_input
+
 MAX_EXPERTS = 1 << 16
 
 
@@ -31,7 +34,32 @@ def unpack_index(words: Tensor) -> Tensor:
 
 
 def topk_by_sort(scores: Tensor, k: int) -> Tensor:
-    """Indices [T, k] by torch.topk over the words."""
+    """Indices [T, k] by torch.topk over the words.
+
+    Called eagerly on the CPU, torch.topk over the scores themselves is several times faster; only the rows in which
+    it met equal values, where its own order is not defined, are ranked by words.
+    """
+    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+        return _by_words(scores, k)
+    values, indices = scores.topk(min(k + 1, scores.shape[-1]), dim=-1)
+    tied = ~(values[:, 1:] < values[:, :-1])  # true for NaN as well
+    indices = indices[:, :k]
+    if not tied.any():
+        return indices
+    if torch.isnan(scores).any():
+        raise invalid_input(
+            "topk",
+            got=f"NaN among scores {list(scores.shape)}",
+            needs="scores that are not NaN",
+            fix="Look for NaN in the router's input, weights or correction bias.",
+        )
+    rows = tied.any(-1).nonzero()[:, 0]
+    return indices.index_copy(0, rows, _by_words(scores[rows], k))
+
+
+def _by_words(scores: Tensor, k: int) -> Tensor:
+    if scores.dtype == torch.float64:
+        return reference.topk(scores, k)
     return unpack_index(pack(scores).topk(k, dim=-1).values)
 
 
