@@ -238,6 +238,7 @@ def test_explain_names_every_candidate_with_its_reason():
         (lambda: layer().experts(torch.randn(3, 16), Routing(torch.tensor([[6]]), torch.ones(1, 1))), "one row of ids"),
         (lambda: SharedExperts(4, 4)(torch.randn(2, 5)), r"x \[2, 5\]"),
         (lambda: moestro.explain(print), "print"),
+        (lambda: moestro.explain(moestro.topk), "0 arguments for topk"),
     ],
 )
 def test_bad_input(build, text):

@@ -84,7 +84,16 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
             needs="moestro.expert_mlp, moestro.topk, moestro.group_by_expert, or an Experts or MoE module",
             fix="Pass the function itself and its arguments after it.",
         )
+    forced = settings.current().implementation
     strategy, positional = "auto", arguments
+    needed = {"expert_mlp": (3, 4), "topk": (2, 2), "grouping": (2, 2)}[name]
+    if not needed[0] <= len(arguments) <= needed[1]:
+        raise invalid_input(
+            "explain",
+            got=f"{len(arguments)} arguments for {name}",
+            needs=f"{needed[0]} to {needed[1]}, as the call itself takes",
+            fix="Pass the function and then its arguments: moestro.explain(moestro.topk, scores, 2).",
+        )
     if name == "expert_mlp" and len(arguments) == 4:
         strategy, positional = arguments[3], arguments[:3]
     try:
@@ -98,5 +107,5 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         chosen=chosen,
         strategy=choice.strategy if choice else None,
         strategy_reason=choice.reason if choice else None,
-        forced=settings.current().implementation,
+        forced=forced if forced in (None, *(i.name for i in _select.implementations(name))) else None,
     )

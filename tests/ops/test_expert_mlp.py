@@ -17,6 +17,7 @@ from moestro.ops.expert_mlp import matmul as mm
 from moestro.ops.expert_mlp import plain, tuning
 from moestro.ops.expert_mlp.backward import activation_backward
 from moestro.ops.expert_mlp.library import decode, encode
+from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -57,6 +58,49 @@ def test_every_dtype(dtype, strategy, activation, num_tokens):
     sizes = problems.Sizes(num_tokens, 72, 40, 5, 3)
     weights = problems.weights(sizes, activation, dtype, bias=True)
     check(torch.randn(num_tokens, 72).to(dtype), problems.routing(sizes), weights, strategy)
+
+
+@pytest.mark.parametrize("implementation", [i.name for i in _select.implementations("expert_mlp")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_every_implementation_meets_the_reference(implementation, dtype, kind):
+    torch.manual_seed(0)
+    for num_tokens, weight_on in itertools.product((0, 1, 7, 130), ("output", "input")):
+        sizes = problems.Sizes(num_tokens, 72, 40, 5, 3)
+        weights = problems.weights(sizes, GPT_OSS_SWIGLU, dtype, bias=True)
+        routing = problems.routing(sizes, kind=kind, weight_on=weight_on)
+        with moestro.use(implementation=implementation):
+            check(torch.randn(num_tokens, 72).to(dtype), routing, weights, "auto")
+
+
+def test_routing_weights_are_not_rounded():
+    """Weights that bfloat16 cannot hold, on rows that cancel all but their difference."""
+    down = torch.tensor([1.0, -1.0]).reshape(2, 1, 1).bfloat16()
+    weights = ExpertWeights.from_dense(torch.ones(2, 1, 1).bfloat16(), down, activation=Activation("relu", gated=False))
+    routing = Routing(torch.tensor([[0, 1]]), torch.tensor([[1.0 + 2**-12, 1.0]]))
+    for strategy in STRATEGIES:
+        y = moestro.expert_mlp(torch.ones(1, 1).bfloat16(), routing, weights, strategy)
+        assert y.item() == 2**-12
+
+
+def test_rows_beyond_the_buffer_are_added_at_once(monkeypatch):
+    """Past a size the sums are accumulated batch by batch; the result is the same."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(plain, "ACCUMULATE_BYTES", 0)
+    for dtype, weight_on, kind in itertools.product(DTYPES, ("output", "input"), problems.KINDS):
+        sizes = problems.Sizes(60, 24, 20, 4, 2)
+        weights = problems.weights(sizes, Activation(), dtype, bias=True)
+        routing = problems.routing(sizes, kind=kind, weight_on=weight_on)
+        check(torch.randn(60, 24).to(dtype), routing, weights, "grouped")
+
+
+def test_nothing_to_do_still_has_a_gradient():
+    weights = problems.weights(problems.Sizes(0, 6, 4, 3, 2), Activation(), torch.float32)
+    for shape in ((0, 2), (3, 0), (3, 2)):
+        routing = Routing(torch.full(shape, -1), torch.ones(shape))
+        x = torch.full((shape[0], 6), torch.inf, requires_grad=True)
+        moestro.expert_mlp(x, routing, weights).sum().backward()
+        assert torch.equal(x.grad, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 4), (7, 1), (64, 8)])
@@ -422,7 +466,7 @@ def test_blockwise_without_a_size_uses_the_measured_roof(monkeypatch):
 
     seen, original = [], plain.grouping.block_schedule
     monkeypatch.setattr(plain.grouping, "block_schedule", lambda i, e, b: seen.append(b) or original(i, e, b))
-    for balance, size in ((1.0, 16), (40.0, 64), (1e9, 1024)):
+    for balance, size in ((1.0, 16), (40.0, 128), (1e9, 1024)):
         monkeypatch.setattr(machine, "roof", lambda *a, b=balance: machine.Roof(1.0, b))
         check(x, routing, weights, "blockwise")
         assert seen.pop() == size

@@ -175,6 +175,7 @@ def test_block_size_by_arithmetic_intensity():
         reaching = [b for b in BLOCK_SIZES if b * (-(-rows // b) + experts - 1) / experts >= balance]
         assert chosen == (reaching[0] if reaching else BLOCK_SIZES[-1])
     assert choose_block_size(8, 128, 1e9) == BLOCK_SIZES[-1]
+    assert choose_block_size(4096, 64, 50.0, bytes_per_weight=4) == choose_block_size(4096, 64, 100.0)
 
 
 @pytest.mark.parametrize(

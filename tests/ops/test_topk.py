@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 import moestro
 from moestro import reference
 from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.ops import _select
 from moestro.ops.topk import plain, tuning
 from tolerances import bit_equal
 
-IMPLEMENTATIONS = ("torch", "branchless", "reference")
+IMPLEMENTATIONS = tuple(i.name for i in _select.implementations("topk"))
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, 1.0, -1.0, 2.0**-130, -(2.0**-130), 3e38, -3e38)
 
 
@@ -48,6 +49,13 @@ def test_every_implementation_is_the_definition(num_tokens, num_experts, dtype, 
     elif source == "special":
         scores = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (num_tokens, num_experts))]
     check(scores.to(dtype), k)
+
+
+def test_float64():
+    scores = torch.tensor([[1.0, 1.0 + 2**-50, 1.0, 1.0 - 2**-53]], dtype=torch.float64)
+    assert moestro.topk(scores, 4)[1].tolist() == [[1, 2, 0, 3]]
+    with moestro.use(implementation="branchless"), pytest.raises(UnsupportedError, match="float64"):
+        moestro.topk(scores, 2)
 
 
 def test_equal_scores_go_to_the_larger_index():

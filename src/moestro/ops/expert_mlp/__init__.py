@@ -44,7 +44,7 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
     if routing.expert_ids.numel() == 0:
-        return x.new_zeros(x.shape)
+        return plain.nothing(x)
     result: Tensor = _select.select("expert_mlp", x, routing, weights).call(x, routing, weights, strategy)
     return result
 
@@ -77,7 +77,8 @@ def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
 def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> int:
     """The block size for this shape on this machine, from its measured roof (about a second, once a process)."""
     roof = machine.roof(x.dtype, x.device.type)
-    return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance)
+    bytes_per_weight = weights.gate_up.data.element_size()
+    return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance, bytes_per_weight)
 
 
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:

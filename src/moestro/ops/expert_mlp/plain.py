@@ -78,6 +78,11 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def nothing(x: Tensor) -> Tensor:
+    """Zeros like x that autograd can walk back through: what an all-empty routing computes."""
+    return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
+
+
 class Places(NamedTuple):
     """Where each pair's row stands.
 
@@ -95,6 +100,8 @@ class Places(NamedTuple):
 def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], places: Places) -> Tensor:
     """Compute the batches and add up each token's slots."""
     num_rows = places.num_rows
+    if num_rows == 0:
+        return nothing(x)
     # Half precision overflows where the sum of the slots need not.
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
     slot_weights = routing.routing_weights
@@ -116,10 +123,20 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
             out[num_rows] = 0
         expert_rows(rows, weights, spans, out[start : start + rows.shape[0]])
         start += rows.shape[0]
-    if out is None:
-        return x.new_zeros(x.shape)
-    # One pass that gathers, weights and adds, accumulating in float32 (float64 for float64), slot after slot.
-    return F.embedding_bag(places.of_pairs, out, per_sample_weights=slot_weights.to(dtype), mode="sum").to(x.dtype)
+    assert out is not None
+    return weighted_sum(out, places.of_pairs, slot_weights).to(x.dtype)
+
+
+def weighted_sum(rows: Tensor, places: Tensor, slot_weights: Tensor) -> Tensor:
+    """y[t] = sum over k of slot_weights[t, k] * rows[places[t, k]], in one pass, accumulated in float32 or wider.
+
+    The pass takes weights of the rows' dtype. A float32 weight is the sum of two bfloat16 ones up to 2^-17 of it.
+    """
+    if rows.dtype == torch.bfloat16:
+        high = slot_weights.to(rows.dtype)
+        low = (slot_weights - high).to(rows.dtype)
+        places, slot_weights = torch.cat([places, places], 1), torch.cat([high, low], 1)
+    return F.embedding_bag(places, rows, per_sample_weights=slot_weights.to(rows.dtype), mode="sum")
 
 
 def _weighted_input(rows: Tensor, pair_weights: Tensor, routing: Routing) -> Tensor:
@@ -157,9 +174,10 @@ def _accumulate(
     for spans, rows in batches:
         stop = start + rows.shape[0]
         z = expert_rows(rows, weights, spans)
+        z = z.to(y.dtype)
         if routing.weight_on == "output":
-            z = z.mul_(row_weights[start:stop, None].to(z.dtype))
-        y.index_add_(0, tokens[start:stop], z.to(y.dtype))
+            z.mul_(row_weights[start:stop, None])
+        y.index_add_(0, tokens[start:stop], z)
         start = stop
     return y.to(x.dtype)
 
@@ -216,7 +234,7 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
     if routing.weight_on == "input":
         flat = routing.routing_weights.reshape(-1)
         cell_weights = flat.new_zeros(num_cells + 1).index_copy(0, cells, flat)
-        blocked = _weighted_input(blocked, cell_weights.index_fill(0, torch.tensor(num_cells), 0.0), routing)
+        blocked = _weighted_input(blocked[:num_cells], cell_weights[:num_cells], routing)
 
     def batches() -> Iterator[Batch]:
         start = 0

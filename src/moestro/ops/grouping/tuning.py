@@ -30,28 +30,30 @@ def makespan(counts: Sequence[int], num_workers: int) -> int:
     return max(busy)
 
 
-def choose_block_size(num_rows: int, num_experts: int, balance: float) -> int:
-    """The smallest block size whose arithmetic intensity B * G / E reaches the machine's balance.
+def choose_block_size(num_rows: int, num_experts: int, balance: float, bytes_per_weight: float = 2.0) -> int:
+    """The smallest block size whose arithmetic intensity reaches the machine's balance.
 
-    With 16-bit weights a block schedule does B * G / E floating-point operations per byte of weights, G being
-    `block_bound`. The largest size offered is returned when none reaches the balance.
+    A block schedule does 2 * B * G / E floating-point operations per weight of the layer, G being `block_bound`: with
+    16-bit weights B * G / E per byte. The largest size offered is returned when none reaches the balance.
 
     Args:
         num_rows: R = T * K.
         num_experts: E.
         balance: peak FLOP/s over bytes/s, as `moestro.machine.roof(dtype).balance` measures it.
+        bytes_per_weight: as stored.
 
     Raises:
-        InvalidInputError: num_experts < 1, or a balance that is not positive.
+        InvalidInputError: num_experts < 1, or a balance or bytes_per_weight that is not positive.
     """
-    if num_experts < 1 or not balance > 0:
+    if num_experts < 1 or not balance > 0 or not bytes_per_weight > 0:
         raise invalid_input(
             "choose_block_size",
-            got=f"num_experts={num_experts}, balance={balance}",
-            needs="num_experts >= 1 and balance > 0",
+            got=f"num_experts={num_experts}, balance={balance}, bytes_per_weight={bytes_per_weight}",
+            needs="num_experts >= 1, balance > 0 and bytes_per_weight > 0",
             fix="Take the balance from moestro.machine.roof(dtype).",
         )
     for size in BLOCK_SIZES:
-        if size * block_bound(num_rows, num_experts, size) / num_experts >= balance:
+        flops_per_weight = 2 * size * block_bound(num_rows, num_experts, size) / num_experts
+        if flops_per_weight / bytes_per_weight >= balance:
             return size
     return BLOCK_SIZES[-1]
