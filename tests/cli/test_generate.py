@@ -204,9 +204,13 @@ def refused(result: Result, says: str) -> None:
     assert says in line
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "moestro", *arguments], capture_output=True, text=True, env=os.environ, timeout=240
+        [sys.executable, "-m", "moestro", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=240,
     )
 
 
@@ -215,6 +219,9 @@ def test_as_a_process(model_folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(PROMPT)
     assert len(done.stderr.splitlines()) == 2, done.stderr
+    narrow = script("generate", "é", "--model", str(model_folder), "--max-new-tokens", "3", PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 0, narrow.stderr
+    assert narrow.stdout.startswith("?")
     failed = script("generate", PROMPT, "--model", "./nowhere")
     assert failed.returncode == 2
     assert len(failed.stderr.splitlines()) == 1

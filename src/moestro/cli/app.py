@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -38,4 +40,7 @@ def root(
 
 def main() -> None:
     """What the `moestro` script and ``python -m moestro`` run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     app(prog_name="moestro")

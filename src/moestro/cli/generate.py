@@ -62,7 +62,7 @@ def generate(
             library.check(text_model, prompt, sampling, chat)
             if as_json:
                 found = library.generate(text_model, prompt, sampling, chat=chat)
-                typer.echo(json.dumps(report(text_model, prompt, found), ensure_ascii=False))
+                typer.echo(json.dumps(report(text_model, prompt, found)))
                 return
             if not chat:
                 _write(prompt)
