@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,8 +104,8 @@ def quiet_transformers(progress: bool = False) -> Iterator[None]:
     """Warnings of Transformers and of the hub, and unless `progress` the progress bars, off inside the block."""
     verbosity, hub_verbosity = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    hub_logging.set_verbosity(hub_logging.CRITICAL)
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
     if not progress:
         transformers_logging.disable_progress_bar()
     try:
