@@ -48,7 +48,7 @@ class Experts(nn.Module):
                 needs="all at least 1",
                 fix="The order is num_experts, hidden_size, intermediate_size.",
             )
-        tuning.parse_strategy(strategy)
+        tuning.parse_strategy(strategy, "Experts")
         rows = intermediate_size * (2 if activation.gated else 1)
         self.activation = activation
         self.strategy = strategy

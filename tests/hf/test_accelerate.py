@@ -331,7 +331,7 @@ def test_experts_that_are_no_plain_linear_layers_are_refused():
 
 
 def test_a_wrong_strategy_is_refused():
-    with pytest.raises(InvalidInputError, match=r"\[accelerate\] got strategy='fast'; needs one of auto, grouped"):
+    with pytest.raises(InvalidInputError, match=r"\[accelerate\] got strategy='fast'; needs \"auto\" or one of grouped"):
         accelerate(built("qwen3_moe"), strategy="fast")
 
 

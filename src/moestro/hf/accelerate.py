@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from moestro.errors import UnsupportedError, invalid_input, unsupported
+from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import Adapter
+from moestro.ops.expert_mlp.tuning import parse_strategy
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,7 +29,6 @@ INTERFACE = Adapter(
 )
 """Every experts module that Transformers' own decorator prepared."""
 
-_STRATEGIES = ("auto", "grouped", "blockwise", "selective", "all_experts")
 _ROUTED = re.compile(r"(Experts|MoE|Moe|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
 
 
@@ -63,7 +63,7 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
     Args:
         model: any module that contains experts of Transformers' interface, or of Llama 4, DBRX, JetMoE,
             LongCat-Flash, Switch Transformers, NLLB-MoE, Doge or Step-3.7.
-        strategy: "auto" chooses by shape; or "grouped", "blockwise", "selective", "all_experts".
+        strategy: as for `moestro.expert_mlp`: "auto" chooses by shape; "blockwise-64" also sets the block size.
 
     Returns:
         The same model.
@@ -72,10 +72,7 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
         InvalidInputError: an unknown strategy.
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
     """
-    if strategy not in _STRATEGIES:
-        raise invalid_input(
-            "accelerate", got=f"strategy={strategy!r}", needs=f"one of {', '.join(_STRATEGIES)}", fix="Pick one."
-        )
+    parse_strategy(strategy, "accelerate")
     found = [(module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)]
     if not found:
         raise unsupported(

@@ -57,7 +57,7 @@ def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
     return Choice("grouped", f"T*K = {num_pairs} > {limit:g} = alpha*E with alpha = {SELECTIVE_ALPHA:g}")
 
 
-def parse_strategy(strategy: str) -> tuple[str, int | None]:
+def parse_strategy(strategy: str, operation: str = "expert_mlp") -> tuple[str, int | None]:
     """Split a block size off: blockwise-64 -> ("blockwise", 64); any other name -> (name, None).
 
     Raises:
@@ -67,7 +67,7 @@ def parse_strategy(strategy: str) -> tuple[str, int | None]:
     if name in (*STRATEGIES, "auto") and (not size or (name == "blockwise" and size.isdigit() and int(size) > 0)):
         return name, int(size) if size else None
     raise invalid_input(
-        "expert_mlp",
+        operation,
         got=f"strategy={strategy!r}",
         needs=f'"auto" or one of {", ".join(STRATEGIES)}; "blockwise-64" also sets the block size (at least 1)',
         fix="moestro.explain shows what each call would choose.",
