@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", help="of the files; default: layers, or the operation")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    options.results.mkdir(parents=True, exist_ok=True)
     try:
         return _ops(options) if options.op else _layers(options)
     except (MoestroError, ValueError) as error:
@@ -82,7 +83,6 @@ def _command() -> str:
 
 
 def _write(options: argparse.Namespace, name: str, text: str, found: dict[str, object]) -> Path:
-    options.results.mkdir(parents=True, exist_ok=True)
     target = options.results / f"{datetime.date.today()}-{name}.md"
     target.write_text(text)
     target.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

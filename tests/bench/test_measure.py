@@ -10,7 +10,7 @@ from moestro import machine
 from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, ours, run
 from moestro.bench.layers import inputs
 from moestro.bench.measure import CALL_LIMIT_SECONDS, too_much
-from moestro.errors import InvalidInputError, unsupported
+from moestro.errors import InvalidInputError, UnsupportedError, unsupported
 from moestro.machine import Roof
 
 SECONDS = 1e-4
@@ -44,7 +44,11 @@ def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
     wanted = plan(tiny(name), dtypes=(torch.float32, torch.bfloat16), variants=("auto", "grouped"), peers=tuple(PEERS))
     report = run(wanted, points.append)
     assert points == [f"{name} {dtype} T={t}" for dtype in ("float32", "bfloat16") for t in (1, 5)]
-    assert [row.variant for row in report.rows] == ["moestro", "moestro-grouped", *PEERS] * 4
+    here = [name for name, peer in PEERS.items() if peer.device is None]
+    assert [row.variant for row in report.rows] == ["moestro", "moestro-grouped", *here] * 4
+    assert report.notes["run"] == [
+        f"{name} skipped: it needs a cuda device, this run is on cpu" for name in PEERS if name not in here
+    ]
     assert not report.wrong
     for row in report.rows:
         if row.status == "skipped":
@@ -52,7 +56,7 @@ def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
             assert row.reason == "Transformers has one way to compute Llama 4"
             assert row.microseconds is row.ratio is None
             continue
-        assert row.samples >= 3
+        assert row.samples >= 5
         seconds = row.microseconds / 1e6
         weights = row.active_experts * (3 * 24 * 16 + (24 + 32 if name == "gpt-oss-20b" else 0))
         nbytes = weights * (4 if row.dtype == "float32" else 2)
@@ -62,6 +66,7 @@ def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
         assert row.flop_per_byte == pytest.approx(flops / nbytes)
         assert row.roof_share == pytest.approx(max(nbytes / 1e10, flops / 1e11) / seconds)
         assert (row.ratio is None) == (row.variant == "moestro")
+        assert row.ratio is None or 0 < row.ratio_low <= row.ratio <= row.ratio_high
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,46 @@ def test_an_unsupported_variant_is_skipped_with_its_sentence(tiny, known_roof: R
 
     report = run(plan(tiny("olmoe"), tokens=(1,), peers=(spoiled("picky", refuse),)))
     assert (report.rows[1].status, report.rows[1].reason) == ("skipped", "[peer] got this; needs that. Do it.")
+
+
+@pytest.mark.parametrize("calls_before", [0, 3])
+def test_an_error_skips_its_row_only(tiny, known_roof: Roof, calls_before: int) -> None:
+    calls: list[int] = []
+
+    def fail(y):
+        calls.append(1)
+        if len(calls) > calls_before:
+            raise RuntimeError("no memory\nfor this")
+        return y
+
+    report = run(plan(tiny("olmoe"), tokens=(1,), peers=(spoiled("fragile", fail), "eager")))
+    found = {row.variant: (row.status, row.reason, row.ratio is None) for row in report.rows}
+    assert found["fragile"] == ("skipped", "no memory for this", True)
+    assert found["eager"] == ("ok", None, False)
+
+
+def test_an_error_in_preparing_skips_its_rows(tiny, known_roof: Roof) -> None:
+    good = ours("auto")
+
+    def prepare(layer):
+        raise ImportError("no kernels")
+
+    report = run(plan(tiny("olmoe"), peers=(Variant("absent", good.refuses, prepare, good.cost),)))
+    assert [row.reason for row in report.rows if row.variant == "absent"] == ["no kernels"] * 2
+
+
+def test_a_layer_too_large_does_not_end_the_others(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(spec, dtype, free, num_tokens):
+        if spec.name == "mixtral":
+            raise unsupported("bench layer", got="mixtral", needs="more memory", fix="Buy some.")
+        return 6
+
+    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", fit)
+    report = run(plan(tiny("olmoe"), tiny("mixtral"), peers=()))
+    assert {row.layer for row in report.rows} == {"olmoe"}
+    assert report.notes["run"] == ["[bench layer] got mixtral; needs more memory. Buy some."]
+    with pytest.raises(UnsupportedError):
+        run(plan(tiny("mixtral"), peers=()))
 
 
 def test_too_much_memory_or_time(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

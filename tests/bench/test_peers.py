@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+import moestro
+from moestro import hf
 from moestro.bench import LAYERS, PEERS, make_layer, ours
 from moestro.bench.layers import expected_output, inputs
 from moestro.bench.peers import named_peers, transformers_module
@@ -23,7 +26,7 @@ def test_every_variant_computes_the_layer(tiny, name: str, dtype: torch.dtype) -
         for num_tokens in (1, 5):
             x, routings = inputs(layer, num_tokens, count=2)
             for variant in variants:
-                if variant.refuses(layer.spec, dtype) is None:
+                if variant.refuses(layer.spec, dtype) is None and variant.device is None:
                     output = variant.prepare(layer)(x, routings[-1])()
                     assert disagreement(output, expected_output(layer, x, routings[-1]), dtype) is None, variant.name
                     ran.append(variant.name)
@@ -33,16 +36,39 @@ def test_every_variant_computes_the_layer(tiny, name: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("name", LAYERS)
 def test_transformers_works_on_the_same_tensors(tiny, name: str) -> None:
     layer = make_layer(tiny(name), torch.float32, 6)
-    module = transformers_module(layer, "eager")
+    module = transformers_module(layer, "eager", layer.stored)
     parameters = {n.split(".")[-1]: p for n, p in module.named_parameters() if not p.is_meta}
     assert parameters["gate_up_proj"].data_ptr() == layer.stored.gate_up.data_ptr()
     assert parameters["down_proj"].data_ptr() == layer.stored.down.data_ptr()
     assert len(parameters) == (4 if layer.spec.bias else 2)
 
 
-def test_three_implementations_are_three_functions(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+@pytest.mark.parametrize("name", LAYERS)
+def test_ours_is_the_accelerated_module(tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(tiny(name), torch.float32, 6)
+    x, routings = inputs(layer, 3, count=1)
+    accelerated: list[tuple[torch.nn.Module, str]] = []
+    calls: list[torch.nn.Module] = []
+    accelerate = moestro.accelerate
+    monkeypatch.setitem(
+        vars(moestro), "accelerate", lambda m, strategy: accelerated.append((m, strategy)) or accelerate(m, strategy)
+    )
+    with torch.inference_mode():
+        bind = ours("grouped").prepare(layer)
+        [(module, strategy)] = accelerated
+        module.register_forward_hook(lambda module, args, output: calls.append(module))
+        bind(x, routings[0])()
+    assert strategy == "grouped"
+    assert calls == [module]
+    [found] = hf.served(module)
+    assert (found.strategy, found.layout) == ("grouped", "K-contiguous")
+    tensors = {n.split(".")[-1]: p for n, p in module.named_parameters() if not p.is_meta}
+    assert tensors["gate_up_proj"].data_ptr() == layer.weights.gate_up.data.data_ptr()
+    assert tensors["down_proj"].data_ptr() == layer.weights.down.data.data_ptr()
+    assert type(module).__module__.startswith("transformers.")
 
+
+def test_three_implementations_are_three_functions(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(tiny("olmoe"), torch.float32, 6)
     x, routings = inputs(layer, 3, count=1)
     ran: list[str] = []
@@ -82,9 +108,13 @@ def test_costs_by_hand(tiny) -> None:
     assert ours("auto").cost(scout, routings[0]).flops == 10 * 6 * 24 * 16
 
 
-def test_unknown_names() -> None:
+def test_names() -> None:
     assert named_peers(["none"]) == []
-    assert [p.name for p in named_peers(["all"])] == ["eager", "batched_mm", "grouped_mm", "torch-grouped_mm"]
+    everything = [p.name for p in named_peers(["all"])]
+    assert everything[0] == "eager"
+    assert everything[-1] == "torch-grouped_mm"
+    assert set(everything[1:-1]) == set(ALL_EXPERTS_FUNCTIONS) - {"moestro"}
+    assert {p.name for p in named_peers(["all"]) if p.device == "cuda"} == {"deepgemm", "sonicmoe"}
     with pytest.raises(InvalidInputError, match="peer 'vllm'; needs one of eager, "):
         named_peers(["eager", "vllm"])
     with pytest.raises(InvalidInputError, match="fastest"):

@@ -44,7 +44,7 @@ def report() -> Report:
     many = replace(ROW, num_tokens=128, flop_per_byte=8.0, gigaflops=150.0)
     rows = [
         ROW,
-        replace(ROW, variant="eager", kind="peer", ratio=1.26, gigaflops=6.0),
+        replace(ROW, variant="eager", kind="peer", ratio=1.26, ratio_low=1.197, ratio_high=1.3, gigaflops=6.0),
         replace(ROW, variant="batched_mm", kind="peer", status="skipped", reason="needs 9 GB", **NOTHING),
         many,
         replace(many, variant="eager", kind="peer", status="wrong output", reason="worst error 2", **NOTHING),
@@ -58,7 +58,7 @@ def report() -> Report:
         machine={**machine.describe(), "device": "cpu"},
         versions={"torch": "2.13.0"},
         roofs={"float32": Roof(20e9, 160e9), "bfloat16": Roof(20e9, 1e12)},
-        notes={"olmoe float32": ["60 of 64 experts: the rest does not fit"]},
+        notes={"run": ["deepgemm skipped: no GPU"], "olmoe float32": ["60 of 64 experts: the rest does not fit"]},
         rows=rows,
     )
 
@@ -72,7 +72,7 @@ def test_tables(report: Report) -> None:
     assert "60 of 64 experts: the rest does not fit" in text
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert ["1", "moestro", "12,346", "16.3", "8.1", "81%", "-"] in lines
-    assert ["1", "eager", "12,346", "16.3", "6.0", "81%", "1.26x"] in lines
+    assert ["1", "eager", "12,346", "16.3", "6.0", "81%", "1.26x (1.20-1.30)"] in lines
     assert ["1", "batched_mm", "-", "-", "-", "-", "skipped"] in lines
     assert ["128", "eager", "-", "-", "-", "-", "wrong output"] in lines
     assert "T=1, 128: batched_mm skipped: needs 9 GB" in text
@@ -85,11 +85,12 @@ def test_markdown(report: Report) -> None:
     assert text.startswith("# Layer benchmark, 2026-01-02\n")
     assert "- float32 roof: 20.0 GB/s, 160 GFLOP/s, balance 8 FLOP per byte" in text
     assert "| T | moestro, us | GB/s | GFLOP/s | of roof | eager | batched_mm |" in text
-    assert "| 1 | 12,346 | 16.3 | 8.1 | 81% | 1.26x | skipped |" in text
+    assert "| 1 | 12,346 | 16.3 | 8.1 | 81% | 1.26x (1.20-1.30) | skipped |" in text
     assert "| 128 | 12,346 | 16.3 | 150.0 | 81% | wrong output | skipped |" in text
     assert "- T=1, 128: batched_mm skipped: needs 9 GB" in text
     assert "- 60 of 64 experts: the rest does not fit" in text
     assert "`moestro bench layer`" in text
+    assert text.count("- deepgemm skipped: no GPU") == 1
     widths = {len(line.split("|")) for line in text.split("## ")[1].splitlines() if line.startswith("|")}
     assert widths == {9}
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from moestro.bench import timing
-from moestro.bench.timing import alternate, ratio
+from moestro.bench.timing import FailedCallError, Ratio, alternate, ratio
 
 
 def trace(costs: dict[str, float], num_inputs: int, seconds: float):
@@ -23,16 +23,17 @@ def trace(costs: dict[str, float], num_inputs: int, seconds: float):
 
 
 def test_rounds_alternate_and_turn_around() -> None:
-    called, times = trace({"a": 1.0, "b": 1.0, "c": 1.0}, 8, seconds=4.0)
-    assert "".join(name for name, _ in called) == "abccbaabccba"
-    assert times == {"a": [1.0] * 4, "b": [1.0] * 4, "c": [1.0] * 4}
+    called, times = trace({"a": 1.0, "b": 1.0, "c": 1.0}, 8, seconds=6.0)
+    assert "".join(name for name, _ in called) == "abccba" * 3
+    assert times == {"a": [1.0] * 6, "b": [1.0] * 6, "c": [1.0] * 6}
 
 
-def test_a_slow_variant_leaves_with_three_samples() -> None:
-    called, times = trace({"fast": 0.125, "slow": 50.0}, 4, seconds=1.0)
-    assert len(times["slow"]) == timing.FEWEST_SAMPLES == 3
+@pytest.mark.parametrize(("slow", "fewest"), [(19.875, 5), (20.0, 3)])
+def test_a_slow_variant_leaves_early(slow: float, fewest: int) -> None:
+    called, times = trace({"fast": 0.125, "slow": slow}, 4, seconds=1.0)
+    assert len(times["slow"]) == fewest
     assert len(times["fast"]) == 8
-    assert [name for name, _ in called[-5:]] == ["fast"] * 5
+    assert [name for name, _ in called[2 * fewest :]] == ["fast"] * (8 - fewest)
 
 
 def test_samples_are_bounded() -> None:
@@ -57,4 +58,20 @@ def test_nothing_to_time() -> None:
 
 def test_ratio_pairs_rounds() -> None:
     # The machine slowed down threefold after the second round; the paired ratio does not see it.
-    assert ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0, 3.0, 3.0]) == 2.0
+    assert ratio([2.0, 2.0, 6.0], [1.0, 1.0, 3.0, 3.0, 3.0]) == Ratio(2.0, 2.0, 2.0)
+
+
+def test_quartiles_by_hand() -> None:
+    assert ratio([1.0, 5.0, 2.0, 4.0, 3.0], [1.0] * 5) == Ratio(2.0, 3.0, 4.0)
+
+
+def test_a_call_that_raises_is_named() -> None:
+    def timer(call):
+        return call()
+
+    def fail():
+        raise RuntimeError("broken")
+
+    with pytest.raises(FailedCallError, match="b") as caught:
+        alternate({"a": [lambda: 1.0], "b": [fail]}, 1.0, timer)
+    assert str(caught.value.__cause__) == "broken"

@@ -59,6 +59,31 @@ def test_all_layers_quick() -> None:
     assert {row["num_tokens"] for row in rows} == {1, 16, 128}
 
 
+def test_json_survives_a_failing_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(report, path):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("moestro.bench.plot.roofline", fail)
+    found = tmp_path / "found.json"
+    result = bench("--tokens", "1", "--peers", "none", "--json", str(found), "--plot", str(tmp_path / "roof.png"))
+    assert isinstance(result.exception, OSError)
+    assert len(json.loads(found.read_text())["rows"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_target_that_cannot_be_written_is_refused_before_the_run(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moestro.bench.run", lambda *args: pytest.fail("it ran"))
+    (tmp_path / "folder.png").mkdir()
+    result = bench(option, str(tmp_path / "folder.png"))
+    assert result.exit_code == 2
+    assert "(Is a directory); needs a file that can be written" in result.stderr
+    missing = bench("--json", str(tmp_path / "new.json"), "--plot", str(tmp_path / "no" / "roof.png"))
+    assert missing.exit_code == 2
+    assert not (tmp_path / "new.json").exists()
+
+
 def test_wrong_output_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     good = ours("auto")
     cheat = Variant("cheat", good.refuses, lambda layer: lambda x, routing: lambda: torch.zeros_like(x), good.cost)
@@ -83,7 +108,7 @@ def test_wrong_output_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--device", "abacus"], "got device 'abacus'"),
         (["--seconds-per-point", "0"], "got seconds per point 0.0"),
         (["--plot", "roof.xyz"], "got 'roof.xyz'; needs a name ending in .png"),
-        (["--json", "no/such/folder/a.json"], "needs a name in a folder that exists"),
+        (["--json", "no/such/folder/a.json"], "(No such file or directory); needs a file that can be written"),
     ],
 )
 def test_bad_arguments_are_one_line_and_code_2(arguments: list[str], sentence: str) -> None:

@@ -28,7 +28,7 @@ from moestro.bench.layers import (
     make_layer,
 )
 from moestro.bench.peers import Bind, Call, Variant
-from moestro.bench.timing import alternate, ratio, wall_clock
+from moestro.bench.timing import FailedCallError, alternate, ratio, wall_clock
 from moestro.errors import UnsupportedError, invalid_input
 from moestro.machine import Roof
 from moestro.tolerances import disagreement
@@ -38,6 +38,9 @@ CALL_LIMIT_SECONDS = 30.0
 """A variant whose single call would take longer at the machine's roof is skipped."""
 
 FEW_TOKENS = 16
+
+FAILURES = (RuntimeError, ImportError, ValueError, UnsupportedError)
+"""What a variant may raise where it cannot run; the row then says so and the run goes on."""
 
 Status = Literal["ok", "skipped", "wrong output"]
 
@@ -103,6 +106,7 @@ class Row:
         gigaflops: 6 * H * I FLOP for every (token, expert) pair over the time, in 1e9 per second.
         roof_share: the least time at the machine's roof over the time.
         ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
+        ratio_low, ratio_high: lower and upper quartile over rounds.
     """
 
     layer: str
@@ -125,11 +129,13 @@ class Row:
     gigaflops: float | None = None
     roof_share: float | None = None
     ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
 
 
 @dataclass
 class Report:
-    """Everything one run found. `notes` are keyed by "layer dtype", `roofs` by dtype."""
+    """Everything one run found. `notes` are keyed by "layer dtype" or "run", `roofs` by dtype."""
 
     command: str
     date: str
@@ -158,7 +164,8 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
         on_point: called with a short description before each point.
 
     Raises:
-        UnsupportedError: memory does not hold a layer's top_k experts.
+        UnsupportedError: memory does not hold the top_k experts of any layer; where it holds some layers', the
+            others are named in the notes.
     """
     roofs = {dtype: machine.measure(dtype, plan.device) for dtype in plan.dtypes}
     report = Report(
@@ -168,16 +175,30 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
         versions=versions(),
         roofs={dtype_name(dtype): roof for dtype, roof in roofs.items()},
     )
+    elsewhere = [v for v in plan.peers if v.device not in (None, torch.device(plan.device).type)]
+    plan = replace(plan, peers=tuple(v for v in plan.peers if v not in elsewhere))
+    notes = [f"{v.name} skipped: it needs a {v.device} device, this run is on {plan.device}" for v in elsewhere]
+    refusal: UnsupportedError | None = None
     with torch.inference_mode():
         for spec in plan.layers:
             for dtype in plan.dtypes:
                 gc.collect()  # what the last layer held must not count against this one
                 free = machine.available_bytes(plan.device)
-                layer = make_layer(spec, dtype, experts_that_fit(spec, dtype, free, max(plan.tokens)), plan.device)
+                try:
+                    num_experts = experts_that_fit(spec, dtype, free, max(plan.tokens))
+                except UnsupportedError as error:
+                    refusal = error
+                    notes.append(str(error))
+                    continue
+                layer = make_layer(spec, dtype, num_experts, plan.device)
                 if layer.notes:
                     report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
                 report.rows += _run_layer(layer, plan, roofs[dtype], on_point)
                 del layer
+    if refusal is not None and not report.rows:
+        raise refusal
+    if notes:
+        report.notes["run"] = notes
     return report
 
 
@@ -197,8 +218,11 @@ def _run_layer(layer: Layer, plan: Plan, roof: Roof, on_point: Callable[[str], N
     for variant in (*plan.ours, *plan.peers):
         reason = variant.refuses(layer.spec, layer.dtype)
         if reason is None:
-            bound[variant.name] = variant.prepare(layer)
-        else:
+            try:
+                bound[variant.name] = variant.prepare(layer)
+            except FAILURES as error:
+                reason = _sentence(error)
+        if reason is not None:
             refused[variant.name] = reason
     for num_tokens in plan.tokens:
         on_point(f"{layer.spec.name} {dtype_name(layer.dtype)} T={num_tokens}")
@@ -226,8 +250,8 @@ class _Point:
         for routing, expected in zip(self.checked, self.expected, strict=True):
             try:
                 output: Tensor = bind(self.x, routing)()
-            except UnsupportedError as error:
-                return "skipped", str(error)
+            except FAILURES as error:
+                return "skipped", _sentence(error)
             wrong = disagreement(output, expected, self.layer.dtype)
             if wrong is not None:
                 return "wrong output", wrong
@@ -264,7 +288,13 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
         for name, (status, _) in verdicts.items()
         if status == "ok"
     }
-    times = alternate(calls, plan.seconds, wall_clock(plan.device))
+    times: dict[str, list[float]] | None = None
+    while times is None:
+        try:
+            times = alternate(calls, plan.seconds, wall_clock(plan.device))
+        except FailedCallError as failed:
+            verdicts[failed.variant] = ("skipped", _sentence(failed.__cause__))
+            del calls[failed.variant]
     baseline = plan.ours[0].name
     for variant in variants:
         row = point.row(variant, *verdicts[variant.name])
@@ -273,15 +303,23 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
             yield row
             continue
         seconds = median(own)
-        yield replace(
+        row = replace(
             row,
             samples=len(own),
             microseconds=seconds * 1e6,
             gigabytes_per_second=point.nbytes / seconds / 1e9,
             gigaflops=point.flops / seconds / 1e9,
             roof_share=point.roof.seconds(point.flops, point.nbytes) / seconds,
-            ratio=ratio(own, times[baseline]) if baseline in times and variant.name != baseline else None,
         )
+        if baseline in times and variant.name != baseline:
+            against = ratio(own, times[baseline])
+            row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
+        yield row
+
+
+def _sentence(error: BaseException | None) -> str:
+    """An error's text in one line, or its class where it says nothing."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> str | None:

@@ -85,7 +85,7 @@ def _run_case(op: str, case: OpCase, seconds: float) -> list[OpRow]:
         if name in wrong:
             rows.append(OpRow(op, case.label, name, "wrong output"))
             continue
-        against = None if name == baseline or baseline in wrong else ratio(times[name], times[baseline])
+        against = None if name == baseline or baseline in wrong else ratio(times[name], times[baseline]).median
         rows.append(OpRow(op, case.label, name, "ok", len(times[name]), median(times[name]) * 1e6, against))
     return rows
 

@@ -1,4 +1,4 @@
-"""What is timed: moestro's strategies, and what a user would otherwise run.
+"""What is timed: moestro as a user gets it from `accelerate`, and what they would otherwise run.
 
 To add a peer, write its `refuses` and `prepare`, and append a `Variant` to `PEERS`. A peer works on the very tensors
 of `Layer.stored`; what it needs beyond them it says in `cost`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moestro.bench.layers import Layer, LayerSpec, active_bytes, flops, working_bytes
+import moestro
+from moestro.bench.layers import Layer, LayerSpec, StoredExperts, active_bytes, flops, working_bytes
 from moestro.errors import invalid_input
-from moestro.ops import expert_mlp
 from moestro.ops.expert_mlp.tuning import parse_strategy
 from moestro.reference import activate
 from moestro.types import Routing
@@ -47,12 +47,14 @@ class Variant:
         refuses: None, or the sentence why it cannot run such a layer here.
         prepare: maps a layer to a function (x, routing) -> call; both run before the clock starts.
         cost: decides whether a call fits into memory and time.
+        device: the only type of device it runs on, or None for any.
     """
 
     name: str
     refuses: Refuses
     prepare: Callable[[Layer], Bind]
     cost: Callable[[Layer, Routing], Cost]
+    device: str | None = None
 
 
 def _cost(layer: Layer, routing: Routing) -> Cost:
@@ -75,7 +77,7 @@ def _dense_cost(layer: Layer, routing: Routing) -> Cost:
 
 
 def ours(strategy: str) -> Variant:
-    """moestro with this strategy ("blockwise-64" names a block size); "auto" is called plainly "moestro".
+    """Transformers' own module after `moestro.accelerate(module, strategy)`; "auto" is called plainly "moestro".
 
     Raises:
         InvalidInputError: no such strategy.
@@ -83,10 +85,23 @@ def ours(strategy: str) -> Variant:
     parse_strategy(strategy)
 
     def prepare(layer: Layer) -> Bind:
-        return lambda x, routing: partial(expert_mlp.run, x, routing, layer.weights, strategy)
+        accelerate: Any = moestro.accelerate
+        return _bind(layer, accelerate(transformers_module(layer, "eager", k_contiguous(layer)), strategy))
 
     name = "moestro" if strategy == "auto" else f"moestro-{strategy}"
-    return Variant(name, lambda spec, dtype: None, prepare, _dense_cost if strategy == "all_experts" else _cost)
+    return Variant(name, _needs_transformers, prepare, _dense_cost if strategy == "all_experts" else _cost)
+
+
+def _needs_transformers(spec: LayerSpec, dtype: torch.dtype) -> str | None:
+    return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+
+def k_contiguous(layer: Layer) -> StoredExperts:
+    """The experts in Transformers' shapes over moestro's tensors: a transposed family as `accelerate` leaves it."""
+    stored, gate_up, down = layer.stored, layer.weights.gate_up.data, layer.weights.down.data
+    if layer.spec.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return replace(stored, gate_up=gate_up, down=down)
 
 
 # family -> experts class of transformers.models.<family>, config class, config names of I and of E
@@ -100,8 +115,11 @@ _FAMILIES = {
 }
 
 
-def transformers_module(layer: Layer, implementation: str) -> nn.Module:
-    """Transformers' own experts of this layer's family around the layer's stored tensors; nothing is copied."""
+def transformers_module(layer: Layer, implementation: str, stored: StoredExperts) -> nn.Module:
+    """Transformers' own experts of this layer's family around `stored`; nothing is copied.
+
+    Llama 4's is its `Llama4TextMoe` without the work of router and shared expert.
+    """
     class_name, config_name, intermediate, experts = _FAMILIES[layer.spec.family]
     package = f"transformers.models.{layer.spec.family}"
     modeling: Any = importlib.import_module(f"{package}.modeling_{layer.spec.family}")
@@ -114,8 +132,10 @@ def transformers_module(layer: Layer, implementation: str) -> nn.Module:
     config._experts_implementation = implementation
     with torch.device("meta"):
         module: nn.Module = getattr(modeling, class_name)(config)
-    holder: Any = module.experts if layer.spec.family == "llama4" else module
-    stored = layer.stored
+    holder: Any = module
+    if layer.spec.family == "llama4":
+        holder = module.experts
+        module.router, module.shared_expert = _GivenScores(), _NoSharedExpert()
     for name, tensor in (
         ("gate_up_proj", stored.gate_up),
         ("down_proj", stored.down),
@@ -141,10 +161,19 @@ class _NoSharedExpert(nn.Module):
         return torch.zeros_like(hidden_states)
 
 
-def _prepare_llama4(layer: Layer) -> Bind:
-    moe: Any = transformers_module(layer, "eager")
-    moe.router, moe.shared_expert = _GivenScores(), _NoSharedExpert()
+def _bind(layer: Layer, module: nn.Module) -> Bind:
+    """How a module of this layer is called, whoever computes it."""
+    if layer.spec.family == "llama4":
+        return _bind_llama4(layer, module)
 
+    def bind(x: Tensor, routing: Routing) -> Call:
+        weights = routing.routing_weights
+        return partial(module, x, routing.expert_ids, weights.to(layer.dtype) if layer.spec.narrow_weights else weights)
+
+    return bind
+
+
+def _bind_llama4(layer: Layer, moe: Any) -> Bind:
     def call(x: Tensor, scores: Tensor) -> Tensor:
         moe.router.scores = scores
         output: Tensor = moe(x)[0]
@@ -159,23 +188,13 @@ def _prepare_llama4(layer: Layer) -> Bind:
 
 
 def _prepare_transformers(implementation: str, layer: Layer) -> Bind:
-    if layer.spec.family == "llama4":
-        return _prepare_llama4(layer)
-    module = transformers_module(layer, implementation)
-
-    def bind(x: Tensor, routing: Routing) -> Call:
-        weights = routing.routing_weights
-        return partial(module, x, routing.expert_ids, weights.to(layer.dtype) if layer.spec.narrow_weights else weights)
-
-    return bind
+    return _bind(layer, transformers_module(layer, implementation, layer.stored))
 
 
 def _transformers_refuses(implementation: str, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
     if spec.family == "llama4" and implementation != "eager":
         return "Transformers has one way to compute Llama 4"
-    return None
+    return _needs_transformers(spec, dtype)
 
 
 def _transformers_cost(implementation: str, layer: Layer, routing: Routing) -> Cost:
@@ -190,7 +209,19 @@ def _transformers(implementation: str) -> Variant:
         partial(_transformers_refuses, implementation),
         partial(_prepare_transformers, implementation),
         partial(_transformers_cost, implementation),
+        "cuda" if implementation in _GPU_ONLY else None,
     )
+
+
+_GPU_ONLY = ("deepgemm", "sonicmoe")
+
+
+def _implementations() -> list[str]:
+    """Transformers' ways to compute an experts module, its plain one first; none where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    registry: Any = importlib.import_module("transformers.integrations.moe")
+    return ["eager", *(name for name in registry.ALL_EXPERTS_FUNCTIONS if name not in ("eager", "moestro"))]
 
 
 def _prepare_torch_grouped_mm(layer: Layer) -> Bind:
@@ -224,13 +255,11 @@ def _torch_grouped_mm_refuses(spec: LayerSpec, dtype: torch.dtype) -> str | None
 PEERS = {
     peer.name: peer
     for peer in (
-        _transformers("eager"),
-        _transformers("batched_mm"),
-        _transformers("grouped_mm"),
+        *map(_transformers, _implementations()),
         Variant("torch-grouped_mm", _torch_grouped_mm_refuses, _prepare_torch_grouped_mm, _cost),
     )
 }
-"""Every peer by name: Transformers' three implementations, and the layer written by hand on F.grouped_mm."""
+"""Every peer by name: all of Transformers' implementations, and the layer written by hand on F.grouped_mm."""
 
 
 def named_peers(names: list[str]) -> list[Variant]:

@@ -27,10 +27,12 @@ def title(row: Row) -> str:
 
 
 def verdict(row: Row) -> str:
-    """What stands where a ratio would: the ratio, the status, or "-" where there is nothing to compare with."""
+    """What stands where a ratio would: it and its quartiles, the status, or "-" where there is nothing to compare."""
     if row.status != "ok":
         return row.status
-    return "-" if row.ratio is None else f"{row.ratio:.2f}x"
+    if row.ratio is None:
+        return "-"
+    return f"{row.ratio:.2f}x ({row.ratio_low:.2f}-{row.ratio_high:.2f})"
 
 
 def reasons(rows: list[Row]) -> list[str]:
@@ -46,7 +48,7 @@ def reasons(rows: list[Row]) -> list[str]:
 
 
 def tables(report: Report) -> list[Table]:
-    """One table per layer and dtype for `rich.print`. The last column is time over moestro's time."""
+    """One table per layer and dtype for `rich.print`. The last column is time over moestro's, with quartiles."""
     from rich.table import Table
 
     found = []
@@ -55,7 +57,7 @@ def tables(report: Report) -> list[Table]:
         table.caption = "\n".join([*report.notes.get(f"{layer} {dtype}", []), *reasons(rows)]) or None
         for name in ("T", "variant", "us", "GB/s", "GFLOP/s", "of roof"):
             table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
-        table.add_column(f"time / {rows[0].variant}'s", justify="right")
+        table.add_column(f"time / {rows[0].variant}'s", justify="right", no_wrap=True)
         for row in rows:
             style = "bold" if row.kind == "moestro" else "red" if row.status == "wrong output" else None
             table.add_row(
@@ -100,10 +102,12 @@ def markdown(report: Report) -> str:
         f"- bandwidth is read over {probe:.0f} MiB; of a virtual machine's last-level cache only a share is its own",
         f"- versions: {', '.join(f'{k} {v}' for k, v in report.versions.items())}",
         f"- command: `{report.command}`",
+        *(f"- {note}" for note in report.notes.get("run", [])),
         "",
         "Times are medians; variants alternate in one process. GB/s counts the weights of the experts that the routing",
         "touches, once; GFLOP/s counts 6 H I for each (token, expert) pair; the share is of the roof above. Columns",
-        f"after it say how many times longer than {baseline} a variant takes (above 1: {baseline} is faster).",
+        f"after it say how many times longer than {baseline} a variant takes (above 1: {baseline} is faster): the",
+        "median of the rounds, and in brackets their lower and upper quartile.",
     ]
     for (layer, dtype), rows in by_layer(report.rows):
         notes = [f"- {note}" for note in report.notes.get(f"{layer} {dtype}", [])]

@@ -5,16 +5,37 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
-from statistics import median
+from statistics import quantiles
 
 import torch
 
-FEWEST_SAMPLES = 3
+FEWEST_SAMPLES = 5
+FEWEST_SLOW_SAMPLES = 3
+SLOW_ROUND_SECONDS = 20.0
+"""From here on a round of all variants takes so long that `FEWEST_SLOW_SAMPLES` have to do."""
 MOST_SAMPLES = 200
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
+
+
+class FailedCallError(Exception):
+    """A call raised while it was timed; `variant` is whose, and the cause is what it raised."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__(variant)
+        self.variant = variant
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times longer than a baseline: the median over rounds, and the quartiles around it."""
+
+    low: float
+    median: float
+    high: float
 
 
 def wall_clock(device: torch.device | str = "cpu") -> Timer:
@@ -40,17 +61,21 @@ def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Tim
 
     Each variant brings one call per input. Consecutive calls, whoever makes them, take different inputs, and over
     twice as many rounds as there are inputs each variant meets each of them. A variant leaves when it spent its
-    seconds and has `FEWEST_SAMPLES`, or after `MOST_SAMPLES`; sample r of every variant is from round r.
+    seconds and has enough samples, or after `MOST_SAMPLES`; sample r of every variant is from round r.
 
     Args:
         variants: name -> its calls, as many for each.
         seconds: time that each variant may spend.
         timer: runs a call and returns its seconds.
+
+    Raises:
+        FailedCallError: a call raised a RuntimeError.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     active = list(variants)
     num_inputs = min((len(calls) for calls in variants.values()), default=0)
     turn = round_number = 0
+    fewest = FEWEST_SAMPLES
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -60,10 +85,16 @@ def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Tim
             skip = 1 - len(active) % 2
             for place, name in enumerate(order):
                 call = variants[name][(turn + place + skip * (round_number % 2)) % num_inputs]
-                times[name].append(timer(call))
+                try:
+                    times[name].append(timer(call))
+                except RuntimeError as error:
+                    raise FailedCallError(name) from error
             turn += _stride(len(active) + skip, num_inputs)
             round_number += 1
-            active = [name for name in active if not _done(times[name], seconds)]
+            if round_number == 1:
+                slow = sum(samples[0] for samples in times.values()) > SLOW_ROUND_SECONDS
+                fewest = FEWEST_SLOW_SAMPLES if slow else FEWEST_SAMPLES
+            active = [name for name in active if not _done(times[name], seconds, fewest)]
     finally:
         if collecting:
             gc.enable()
@@ -78,10 +109,11 @@ def _stride(least: int, num_inputs: int) -> int:
     return stride
 
 
-def _done(samples: list[float], seconds: float) -> bool:
-    return len(samples) >= MOST_SAMPLES or (len(samples) >= FEWEST_SAMPLES and sum(samples) >= seconds)
+def _done(samples: list[float], seconds: float, fewest: int) -> bool:
+    return len(samples) >= MOST_SAMPLES or (len(samples) >= fewest and sum(samples) >= seconds)
 
 
-def ratio(times: list[float], baseline: list[float]) -> float:
-    """How many times longer than the baseline: the median over the rounds that both ran in."""
-    return median(t / b for t, b in zip(times, baseline, strict=False))
+def ratio(times: list[float], baseline: list[float]) -> Ratio:
+    """How many times longer than the baseline, over the rounds that both ran in; at least two."""
+    found = quantiles((t / b for t, b in zip(times, baseline, strict=False)), n=4, method="inclusive")
+    return Ratio(*found)

@@ -71,16 +71,16 @@ def layer(
     except MoestroError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    _print(report, console)
-    if plot is not None and any(row.status == "ok" for row in report.rows):
-        roofline(report, plot)
-        console.print(f"roofline: {plot}")
     if json_path is not None:
         text = json.dumps(report.as_json(), indent=1)
         if json_path == "-":
             typer.echo(text)
         else:
             Path(json_path).write_text(text + "\n")
+    _print(report, console)
+    if plot is not None and any(row.status == "ok" for row in report.rows):
+        roofline(report, plot)
+        console.print(f"roofline: {plot}")
     if report.wrong:
         raise typer.Exit(1)
 
@@ -123,10 +123,23 @@ def _check_targets(json_path: str | None, plot: Path | None) -> None:
     if plot is not None:
         check_ending(plot)
     for path in (plot, Path(json_path) if json_path not in (None, "-") else None):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise invalid_input(
-                "bench layer", got=f"{str(path)!r}", needs="a name in a folder that exists", fix="Create the folder."
-            )
+        if path is not None:
+            _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise invalid_input(
+            "bench layer",
+            got=f"{str(path)!r} ({error.strerror})",
+            needs="a file that can be written",
+            fix="Name a file in a folder that exists.",
+        ) from None
+    if not existed:
+        path.unlink()
 
 
 def _measure(plan: Plan) -> Report:
@@ -152,7 +165,9 @@ def _measure(plan: Plan) -> Report:
 def _print(report: Report, console: Console) -> None:
     from moestro.bench.report import machine_line, roof_lines, tables
 
-    console.print(machine_line(report.machine), *roof_lines(report), sep="\n", highlight=False)
+    console.print(
+        machine_line(report.machine), *roof_lines(report), *report.notes.get("run", []), sep="\n", highlight=False
+    )
     for table in tables(report):
         console.print()
         console.print(table)
