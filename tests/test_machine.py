@@ -78,6 +78,8 @@ def test_available_bytes_obeys_the_container(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.available_bytes() == 1_024_000
     files["/sys/fs/cgroup/memory.max"] = "507\n"
     assert machine.available_bytes() == 500
+    files |= {"/sys/fs/cgroup/memory.current": "400\n", "/sys/fs/cgroup/memory.stat": "anon 9\ninactive_file 150\n"}
+    assert machine.available_bytes() == 257  # cached files are given back
 
 
 def test_processor_facts_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

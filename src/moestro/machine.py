@@ -163,7 +163,12 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
     found = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    return min(free, max(int(limit) - int(used), 0)) if limit.isdigit() and used.isdigit() else free
+    if not (limit.isdigit() and used.isdigit()):
+        return free
+    # The kernel gives back cached files that nobody is using before it refuses memory.
+    cached = re.search(r"^inactive_file (\d+)$", _read("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    held = max(int(used) - (int(cached[1]) if cached else 0), 0)
+    return min(free, max(int(limit) - held, 0))
 
 
 def cache_bytes() -> dict[str, int]:

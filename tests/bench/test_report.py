@@ -80,6 +80,14 @@ def test_tables(report: Report) -> None:
     assert "T=1: no ratio without it" in text
 
 
+def test_tables_fit_a_narrow_terminal(report: Report) -> None:
+    report.rows[1] = replace(report.rows[1], variant="torch-grouped_mm", ratio=16.5, ratio_low=16.3, ratio_high=16.7)
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables(report)[0])
+    assert "torch-grouped_mm" in console.file.getvalue()
+    assert "16.50x (16.30-16.70)" in console.file.getvalue()
+
+
 def test_markdown(report: Report) -> None:
     text = markdown(report)
     assert text.startswith("# Layer benchmark, 2026-01-02\n")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from moestro.bench import timing
-from moestro.bench.timing import FailedCallError, Ratio, alternate, ratio
+from moestro.bench.timing import Ratio, alternate, ratio
 
 
 def trace(costs: dict[str, float], num_inputs: int, seconds: float):
@@ -63,15 +63,3 @@ def test_ratio_pairs_rounds() -> None:
 
 def test_quartiles_by_hand() -> None:
     assert ratio([1.0, 5.0, 2.0, 4.0, 3.0], [1.0] * 5) == Ratio(2.0, 3.0, 4.0)
-
-
-def test_a_call_that_raises_is_named() -> None:
-    def timer(call):
-        return call()
-
-    def fail():
-        raise RuntimeError("broken")
-
-    with pytest.raises(FailedCallError, match="b") as caught:
-        alternate({"a": [lambda: 1.0], "b": [fail]}, 1.0, timer)
-    assert str(caught.value.__cause__) == "broken"

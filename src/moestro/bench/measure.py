@@ -28,7 +28,7 @@ from moestro.bench.layers import (
     make_layer,
 )
 from moestro.bench.peers import Bind, Call, Variant
-from moestro.bench.timing import FailedCallError, alternate, ratio, wall_clock
+from moestro.bench.timing import alternate, ratio, wall_clock
 from moestro.errors import UnsupportedError, invalid_input
 from moestro.machine import Roof
 from moestro.tolerances import disagreement
@@ -283,18 +283,16 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
     verdicts: dict[str, tuple[Status, str | None]] = {
         v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name]) for v in variants
     }
-    calls: dict[str, list[Call]] = {
-        name: [bound[name](point.x, routing) for routing in point.routings]
+    failed: dict[str, str] = {}
+    calls = {
+        name: [_guarded(bound[name](point.x, routing), name, failed) for routing in point.routings]
         for name, (status, _) in verdicts.items()
         if status == "ok"
     }
-    times: dict[str, list[float]] | None = None
-    while times is None:
-        try:
-            times = alternate(calls, plan.seconds, wall_clock(plan.device))
-        except FailedCallError as failed:
-            verdicts[failed.variant] = ("skipped", _sentence(failed.__cause__))
-            del calls[failed.variant]
+    times = alternate(calls, plan.seconds, wall_clock(plan.device))
+    for name, reason in failed.items():
+        verdicts[name] = ("skipped", reason)
+        del times[name]
     baseline = plan.ours[0].name
     for variant in variants:
         row = point.row(variant, *verdicts[variant.name])
@@ -317,7 +315,19 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
         yield row
 
 
-def _sentence(error: BaseException | None) -> str:
+def _guarded(call: Call, name: str, failed: dict[str, str]) -> Callable[[], None]:
+    """The call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
+
+    def guarded() -> None:
+        try:
+            call()
+        except FAILURES as error:
+            failed[name] = _sentence(error)
+
+    return guarded
+
+
+def _sentence(error: Exception) -> str:
     """An error's text in one line, or its class where it says nothing."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 

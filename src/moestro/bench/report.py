@@ -53,7 +53,7 @@ def tables(report: Report) -> list[Table]:
 
     found = []
     for (layer, dtype), rows in by_layer(report.rows):
-        table = Table(title=title(rows[0]), title_justify="left", caption_justify="left")
+        table = Table(title=title(rows[0]), title_justify="left", caption_justify="left", padding=0)
         table.caption = "\n".join([*report.notes.get(f"{layer} {dtype}", []), *reasons(rows)]) or None
         for name in ("T", "variant", "us", "GB/s", "GFLOP/s", "of roof"):
             table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)

@@ -21,14 +21,6 @@ Call = Callable[[], object]
 Timer = Callable[[Call], float]
 
 
-class FailedCallError(Exception):
-    """A call raised while it was timed; `variant` is whose, and the cause is what it raised."""
-
-    def __init__(self, variant: str) -> None:
-        super().__init__(variant)
-        self.variant = variant
-
-
 @dataclass(frozen=True)
 class Ratio:
     """How many times longer than a baseline: the median over rounds, and the quartiles around it."""
@@ -67,9 +59,6 @@ def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Tim
         variants: name -> its calls, as many for each.
         seconds: time that each variant may spend.
         timer: runs a call and returns its seconds.
-
-    Raises:
-        FailedCallError: a call raised a RuntimeError.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     active = list(variants)
@@ -85,10 +74,7 @@ def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Tim
             skip = 1 - len(active) % 2
             for place, name in enumerate(order):
                 call = variants[name][(turn + place + skip * (round_number % 2)) % num_inputs]
-                try:
-                    times[name].append(timer(call))
-                except RuntimeError as error:
-                    raise FailedCallError(name) from error
+                times[name].append(timer(call))
             turn += _stride(len(active) + skip, num_inputs)
             round_number += 1
             if round_number == 1:
