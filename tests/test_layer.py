@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -144,6 +145,47 @@ def test_ffn_upcycled_from_a_dense_one_computes_what_it_did():
     assert_close(half(x.bfloat16()), dense(x.bfloat16()))
 
 
+def test_ffn_refuses_to_upcycle_what_it_would_not_compute():
+    class GeluMLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+            self.down_proj = nn.Linear(24, 16, bias=False)
+
+        def forward(self, x):
+            return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+    torch.manual_seed(0)
+    dense, x = GeluMLP(), torch.randn(5, 16)
+    with pytest.raises(InvalidInputError, match="does not compute Activation"):
+        FFN.from_dense(dense, 4, 2)
+    assert_close(FFN.from_dense(dense, 4, 2, Activation("gelu-tanh"))(x), dense(x))
+    for wrong in (Activation(interleaved=True), Activation("gelu", gated=False)):
+        with pytest.raises(InvalidInputError, match="of the same kind"):
+            FFN.from_dense(dense, 4, 2, wrong)
+
+
+def test_a_dispatchers_routing_is_not_trusted():
+    class Identity:
+        def dispatch(self, x, routing):
+            return x, routing, None
+
+        def combine(self, y, handle):
+            return y
+
+    moe = MoE(TopKRouter(16, 8, 2), Experts(4, 16, 12), dispatcher=Identity())
+    with pytest.raises(InvalidInputError, match="expert_ids"):
+        moe(torch.randn(100, 16))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiles_with_the_default_backend():
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("torch.compile's default backend needs a C++ compiler")
+    moe, x = layer(), torch.randn(9, 16)
+    assert_close(torch.compile(moe, fullgraph=True)(x), moe(x))
+
+
 def test_ffn_upcycled_from_a_plain_one():
     torch.manual_seed(0)
     dense = nn.Module()
@@ -239,6 +281,11 @@ def test_explain_names_every_candidate_with_its_reason():
         (lambda: SharedExperts(4, 4)(torch.randn(2, 5)), r"x \[2, 5\]"),
         (lambda: moestro.explain(print), "print"),
         (lambda: moestro.explain(moestro.topk), "0 arguments for topk"),
+        (lambda: moestro.explain(layer()), "0 arguments for MoE"),
+        (lambda: Activation("gelu", alpha=2.0), "alpha"),
+        (lambda: Activation(gated=False, up_offset=1.0), "up_offset"),
+        (lambda: SharedExperts(4, 4)(torch.randn(2, 4).bfloat16()), "bfloat16"),
+        (lambda: TopKRouter(4, 4, 2)(torch.zeros(5, 4, device="meta")), "meta"),
     ],
 )
 def test_bad_input(build, text):

@@ -75,12 +75,11 @@ class Experts(nn.Module):
         e, _, h = weights.gate_up.shape
         with torch.device("meta"):
             experts = cls(e, h, weights.intermediate_size, weights.activation, strategy=strategy)
-        grad = weights.gate_up.data.requires_grad
-        for name in ("gate_up", "down"):
-            setattr(experts, name, nn.Parameter(getattr(weights, name).data.detach(), requires_grad=grad))
-        for name in ("gate_up_bias", "down_bias"):
-            bias = getattr(weights, name)
-            setattr(experts, name, None if bias is None else nn.Parameter(bias.detach(), requires_grad=grad))
+        tensors = {"gate_up": weights.gate_up.data, "down": weights.down.data}
+        tensors |= {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}  # type: ignore[dict-item]
+        for name, tensor in tensors.items():
+            parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+            setattr(experts, name, parameter)
         return experts
 
     def reset_parameters(self) -> None:

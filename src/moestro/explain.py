@@ -20,6 +20,9 @@ from moestro.ops.topk import topk
 
 _NAMES: dict[Callable[..., Any], str] = {expert_mlp: "expert_mlp", topk: "topk", group_by_expert: "grouping"}
 
+_COUNTS = {"expert_mlp": (3, 4), "topk": (2, 2), "grouping": (2, 2)}
+"""Fewest and most arguments that each operation takes."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -69,12 +72,12 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         InvalidInputError: not something that chooses between implementations.
     """
     if isinstance(operation, MoE):
-        (x,) = arguments
+        (x,) = _arguments("MoE", arguments, 1, 1)
         x = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
             return explain(operation.experts, x, operation.route(x))
     if isinstance(operation, Experts):
-        x, routing = arguments
+        x, routing = _arguments("Experts", arguments, 2, 2)
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
     name = _NAMES.get(operation)
     if name is None:
@@ -86,21 +89,15 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         )
     forced = settings.current().implementation
     strategy, positional = "auto", arguments
-    needed = {"expert_mlp": (3, 4), "topk": (2, 2), "grouping": (2, 2)}[name]
-    if not needed[0] <= len(arguments) <= needed[1]:
-        raise invalid_input(
-            "explain",
-            got=f"{len(arguments)} arguments for {name}",
-            needs=f"{needed[0]} to {needed[1]}, as the call itself takes",
-            fix="Pass the function and then its arguments: moestro.explain(moestro.topk, scores, 2).",
-        )
+    _arguments(name, arguments, *_COUNTS[name])
     if name == "expert_mlp" and len(arguments) == 4:
         strategy, positional = arguments[3], arguments[:3]
     try:
         chosen = _select.select(name, *positional).name
     except UnsupportedError:
         chosen = None
-    choice = resolve_strategy(positional[1], positional[2], strategy)[0] if name == "expert_mlp" else None
+    walks = name == "expert_mlp" and chosen != "reference"  # the reference has one way to go
+    choice = resolve_strategy(positional[1], positional[2], strategy)[0] if walks else None
     return Explanation(
         operation=name,
         candidates=tuple(_select.candidates(name, *positional)),
@@ -109,3 +106,16 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         strategy_reason=choice.reason if choice else None,
         forced=forced if forced in (None, *(i.name for i in _select.implementations(name))) else None,
     )
+
+
+def _arguments(name: str, arguments: tuple[Any, ...], least: int, most: int) -> tuple[Any, ...]:
+    if not least <= len(arguments) <= most:
+        raise invalid_input(
+            "explain",
+            got=f"{len(arguments)} arguments for {name}",
+            needs=f"{least} to {most}, as the call itself takes"
+            if most > least
+            else f"{least}, as the call itself takes",
+            fix="Pass the function or module and then its arguments: moestro.explain(moestro.topk, scores, 2).",
+        )
+    return arguments

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from moestro.errors import invalid_input
 from moestro.experts import Experts
-from moestro.routing.routers import TopKRouter
+from moestro.routing.routers import GroupLimitedRouter, TopKRouter
+from moestro.tolerances import disagreement
 from moestro.types import Activation, Routing
 
 Rewrite = Callable[[Routing], Routing]
@@ -86,8 +87,9 @@ class MoE(nn.Module):
             )
         x = x.reshape(-1, hidden_size)
         routing = self.route(x)
-        # Routings of our own routers fit by construction; a rewrite or a foreign router may not.
-        trusted = self.rewrite is None and isinstance(self.router, TopKRouter)
+        # Routings of our own routers fit by construction; those of a rewrite, a dispatcher or another router may not.
+        own = type(self.router) in (TopKRouter, GroupLimitedRouter)
+        trusted = own and self.rewrite is None and self.dispatcher is None
         call = self.experts.trusted if trusted else self.experts
         if self.dispatcher is None:
             y = call(x, routing)
@@ -136,15 +138,17 @@ class FFN(MoE):
             activation: what the dense module computes between them; default silu for a gated one.
 
         Raises:
-            InvalidInputError: the module has none of these layouts, or has biases, or is plain without an activation.
+            InvalidInputError: the module has none of these layouts, has biases, is plain without an activation, or
+                computes something else with its layers than `activation` says (tried on random tokens).
         """
         gated, first, last = _dense_layers(dense)
-        if any(layer.bias is not None for layer in (*first, last)) or (not gated and activation is None):
-            lacking = "with biases" if gated else "without a named activation, or with biases"
+        unfit = activation is not None and (activation.gated != gated or activation.interleaved)
+        if unfit or any(layer.bias is not None for layer in (*first, last)) or (not gated and activation is None):
+            lacking = f"gated: {gated}, with {activation}" if unfit else "with biases, or plain without an activation"
             raise invalid_input(
                 "FFN.from_dense",
                 got=f"{type(dense).__name__} {lacking}",
-                needs="linear layers without biases, and an activation for a plain FFN",
+                needs="linear layers without biases, and an activation of the same kind (for a plain FFN a named one)",
                 fix='Pass e.g. Activation(kind="gelu", gated=False), and drop the biases.',
             )
         matrix = torch.cat([layer.weight for layer in first])
@@ -153,7 +157,25 @@ class FFN(MoE):
         with torch.no_grad():
             ffn.experts.gate_up.copy_(matrix.expand_as(ffn.experts.gate_up))
             ffn.experts.down.copy_(last.weight.expand_as(ffn.experts.down))
+            _check_upcycled(dense, ffn)
         return ffn
+
+
+def _check_upcycled(dense: nn.Module, ffn: FFN) -> None:
+    if type(dense).forward is nn.Module.forward:
+        return  # a bare container of layers computes nothing to compare with
+    weight = ffn.experts.gate_up
+    x = torch.randn(8, weight.shape[2], generator=torch.Generator().manual_seed(0)).to(weight)
+    training = dense.training
+    found = disagreement(ffn(x), dense.eval()(x))
+    dense.train(training)
+    if found is not None:
+        raise invalid_input(
+            "FFN.from_dense",
+            got=f"{type(dense).__name__}, which does not compute {ffn.experts.activation}: {found}",
+            needs="the activation that the dense module applies",
+            fix='Pass it, e.g. activation=Activation("gelu-tanh").',
+        )
 
 
 def _dense_layers(dense: nn.Module) -> tuple[bool, list[nn.Linear], nn.Linear]:

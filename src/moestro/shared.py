@@ -75,15 +75,22 @@ class SharedExperts(nn.Module):
         """x [..., H] -> [..., H].
 
         Raises:
-            InvalidInputError: the last dimension of x is not H.
+            InvalidInputError: the last dimension of x is not H, or x has not the dtype and device of the weights.
         """
-        if x.shape[-1] != self.gate_up.shape[1]:
+        weight = self.gate_up
+        if x.shape[-1] != weight.shape[1] or x.device != weight.device or x.dtype != weight.dtype:
             raise invalid_input(
                 "SharedExperts",
-                got=f"x {list(x.shape)}",
-                needs=f"[..., {self.gate_up.shape[1]}]",
-                fix="Pass the hidden states that the router sees.",
+                got=f"x {list(x.shape)} of {x.dtype} on {x.device}",
+                needs=f"[..., {weight.shape[1]}] of {weight.dtype} on {weight.device}",
+                fix="Pass the hidden states that the router sees, or move the layer with .to(x).",
             )
-        a = activate(F.linear(x, self.gate_up, self.gate_up_bias), self.activation)
-        y = F.linear(a, self.down, self.down_bias)
+        # float16 overflows between the two matmuls where the output need not.
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        h = F.linear(x.to(wide), weight.to(wide), _to(self.gate_up_bias, wide))
+        y = F.linear(activate(h, self.activation), self.down.to(wide), _to(self.down_bias, wide)).to(x.dtype)
         return y if self.output_gate is None else y * torch.sigmoid(F.linear(x, self.output_gate))
+
+
+def _to(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)

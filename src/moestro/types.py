@@ -162,6 +162,16 @@ class Activation:
                 needs=f"one of {', '.join(kinds)}",
                 fix='Use kind="custom" with a function for anything else.',
             )
+        idle = {"alpha": self.alpha != 1.0 and self.kind != "silu"} | {
+            name: not self.gated and getattr(self, name) != 0 for name in ("interleaved", "up_offset")
+        }
+        if any(idle.values()):
+            raise invalid_input(
+                "Activation",
+                got=f"{', '.join(n for n, i in idle.items() if i)} with kind={self.kind!r}, gated={self.gated}",
+                needs='alpha with kind "silu" only, interleaved and up_offset with gated=True only',
+                fix="Leave out the field, which would have no effect.",
+            )
         if (self.kind == "custom") != (self.function is not None):
             raise invalid_input(
                 "Activation",

@@ -150,16 +150,17 @@ def test_largest_first(counts, num_workers):
     assert sorted(order) == [e for e, n in enumerate(counts) if n]
     rows = [counts[e] for e in order]
     assert rows == sorted(rows, reverse=True)
-    # Graham: largest first is within 4/3 of the best possible, which no order beats.
-    best = max(max(counts), -(-sum(counts) // num_workers))
-    assert makespan(rows, num_workers) <= max(best, 4 * _optimum_bound(counts, num_workers) // 3 + 1)
+    chosen = largest_first(counts, num_workers)
+    assert sorted(chosen) == sorted(order)
+    took = makespan([counts[e] for e in chosen], num_workers)
+    assert took <= makespan(counts, num_workers)
+    assert took <= makespan(rows, num_workers)
 
 
-def _optimum_bound(counts, num_workers):
-    """A lower bound on any schedule that is exact enough for Graham's ratio: pairs must share a worker too."""
-    ordered = sorted(counts, reverse=True)
-    shared = ordered[num_workers - 1] + ordered[num_workers] if len(ordered) > num_workers else 0
-    return max(ordered[0], -(-sum(counts) // num_workers), shared)
+def test_arrival_order_can_beat_largest_first():
+    counts = [3, 2, 2, 3, 2]
+    assert makespan([counts[e] for e in largest_first(counts)], 2) == 7
+    assert makespan([counts[e] for e in largest_first(counts, 2)], 2) == 6
 
 
 def test_largest_first_beats_arrival_on_a_late_hot_expert():

@@ -291,7 +291,7 @@ BAD = {
     "nan sigmoid": (_nan("sigmoid"), r"\[route\] got a logit of nan .* needs logits that are not NaN \("),
     "nan correction": (
         lambda: route(torch.zeros(2, 3), 1, "sigmoid", torch.tensor([0.0, float("nan"), 0.0])),
-        r"\[topk\] got NaN among scores",
+        r"\[route\] got NaN or infinity in the correction bias",
     ),
     "k > e": (lambda: TopKRouter(4, 2, 3), r"\[TopKRouter\] got .*top_k=3; needs .*top_k <= num_experts\. Lower top_k"),
     "k > e, function": (lambda: route(torch.zeros(1, 2), 3), r"\[route\] got top_k=3 with 2 experts"),

@@ -91,7 +91,25 @@ def remap(routing: Routing, mapping: Tensor) -> Routing:
 
 
 def _look_up(table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids], with entry 0 for empty slots."""
+    """table[ids], with entry 0 for empty slots.
+
+    Raises:
+        InvalidInputError: the table lies on another device, or (on the CPU) has no entry for an id.
+    """
+    if table.device != ids.device:
+        raise invalid_input(
+            "rewrite",
+            got=f"a table of experts on {table.device} and ids on {ids.device}",
+            needs="one device",
+            fix="Move the table with .to(device).",
+        )
+    if not torch.compiler.is_compiling() and ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= len(table):
+        raise invalid_input(
+            "rewrite",
+            got=f"an id of {int(ids.max())} and a table of {len(table)} experts",
+            needs="an entry for every expert that is routed to",
+            fix="Build the table with the router's num_experts.",
+        )
     return table[ids.clamp(min=0).long()]
 
 
@@ -214,8 +232,8 @@ def drop_over_capacity(routing: Routing, num_experts: int, capacity_factor: floa
     ids = routing.expert_ids
     factor = Fraction(repr(float(capacity_factor)))
     pairs = routing.num_tokens * routing.top_k
-    capacity = -(-factor.numerator * pairs // (factor.denominator * num_experts))
     check_ids("drop_over_capacity", ids, num_experts)
+    capacity = -(-factor.numerator * pairs // (factor.denominator * num_experts))
     by_slot = ids.T.contiguous()
     grouping = group_by_expert(by_slot, num_experts)
     place = grouping.inverse.reshape(by_slot.shape) - _look_up(grouping.offsets, by_slot)

@@ -25,6 +25,13 @@ def router_input(x: Tensor, weight: Tensor, operation: str) -> Tensor:
             needs=f"floating-point x [..., {weight.shape[-1]}]",
             fix="The last dimension is hidden_size.",
         )
+    if x.device != weight.device:
+        raise invalid_input(
+            operation,
+            got=f"x on {x.device} and weights on {weight.device}",
+            needs="one device",
+            fix="Move x with .to(device).",
+        )
     wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
     return x.reshape(-1, x.shape[-1]).to(wide)
 

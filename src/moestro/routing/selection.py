@@ -96,6 +96,7 @@ def route(
     ranked = score(z, scoring) if scoring.select_on == "scores" else z
     choice = ranked.detach()[:, :num_routed]
     if correction is not None:
+        _check_correction(correction)
         choice = choice + correction.to(choice.dtype)
     if masked is not None:
         choice = choice.masked_fill(masked[:, :num_routed], -torch.inf)
@@ -148,6 +149,19 @@ def _limit(choice: Tensor, groups: GroupLimit) -> Tensor:
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best_indices(best, groups.top_groups), True)
     excluded = ~kept.unsqueeze(-1).expand_as(by_group).flatten(-2) & (choice > -torch.inf)
     return choice.masked_fill(excluded, groups.excluded)
+
+
+def _check_correction(correction: Tensor) -> None:
+    finite = torch.isfinite(correction).all()
+    if torch.compiler.is_compiling() or correction.device.type != "cpu":
+        torch._assert_async(finite, "[route] the correction bias must be finite")
+    elif not finite:
+        raise invalid_input(
+            "route",
+            got="NaN or infinity in the correction bias",
+            needs="a finite bias for every expert",
+            fix="Mask an expert with a logit of -inf, or prune_experts.",
+        )
 
 
 def best_indices(choice: Tensor, k: int) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from moestro import machine, settings
 from moestro.errors import invalid_input
+from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import _select
 from moestro.ops.expert_mlp import plain, reference, tuning
 from moestro.ops.grouping import choose_block_size
@@ -14,6 +17,8 @@ from moestro.types import Routing
 from moestro.weights import ExpertWeights
 
 __all__ = ["expert_mlp"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
@@ -43,10 +48,11 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
     """`expert_mlp` without the checks, for a routing that is known to fit."""
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
-    if routing.expert_ids.numel() == 0:
-        return plain.nothing(x)
-    result: Tensor = _select.select("expert_mlp", x, routing, weights).call(x, routing, weights, strategy)
-    return result
+    call = _select.select("expert_mlp", x, routing, weights).call
+    if not torch.is_autocast_enabled(x.device.type):
+        return cast(Tensor, call(x, routing, weights, strategy))
+    with torch.autocast(x.device.type, enabled=False):  # the dtypes of x and the weights say what is computed in
+        return cast(Tensor, call(x, routing, weights, strategy))
 
 
 def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) -> tuple[tuning.Choice, int | None]:
@@ -64,6 +70,8 @@ def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) ->
 
 def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     choice, block_size = resolve_strategy(routing, weights, strategy)
+    if routing.expert_ids.numel() == 0:
+        return plain.nothing(x, routing, weights)
     if choice.strategy == "selective":
         return plain.selective(x, routing, weights)
     if choice.strategy == "grouped":
@@ -87,11 +95,11 @@ def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy
 
 
 def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
-    if x.dim() != 2 or x.shape[1] != weights.hidden_size or not x.is_floating_point():
+    if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.dtype not in _DTYPES:
         raise invalid_input(
             "expert_mlp",
             got=f"x {list(x.shape)} of {x.dtype}",
-            needs=f"a floating-point [num_tokens, {weights.hidden_size}]",
+            needs=f"[num_tokens, {weights.hidden_size}] of float32, bfloat16, float16 or float64",
             fix="Flatten batch and sequence: x.reshape(-1, hidden_size).",
         )
     if routing.num_tokens != x.shape[0]:
@@ -112,7 +120,10 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
 
 
 def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    return None
+    for name, packed in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if packed.format not in DENSE_FORMATS:
+            return f"it reads dense formats only, and {name} is stored as {packed.format.name}"
+    return "meta tensors hold no values to compute with" if x.device.type == "meta" else None
 
 
 _select.register(

@@ -5,7 +5,8 @@ Eager calls are differentiated by autograd itself; tests hold the two equal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -19,73 +20,85 @@ from moestro.weights import ExpertWeights
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Of x [T, H], routing_weights [T, K], gate_up, down and the biases (None without one); shapes as the inputs'."""
+    """Of x [T, H], routing_weights [T, K], gate_up, down and the biases; None where none was asked for."""
 
-    x: Tensor
-    routing_weights: Tensor
-    gate_up: Tensor
-    down: Tensor
+    x: Tensor | None
+    routing_weights: Tensor | None
+    gate_up: Tensor | None
+    down: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
 
-def expert_mlp_backward(grad: Tensor, x: Tensor, routing: Routing, weights: ExpertWeights) -> Gradients:
-    """Gradients of sum(grad * expert_mlp(x, routing, weights)); the forward is recomputed expert by expert."""
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """The rows of one expert, in the dtype that everything is computed in."""
+
+    expert: int
+    tokens: Tensor
+    pairs: Tensor
+    x: Tensor
+    grad: Tensor
+    w: Tensor
+    on_input: bool
+
+
+def expert_mlp_backward(
+    grad: Tensor, x: Tensor, routing: Routing, weights: ExpertWeights, needed: Sequence[bool]
+) -> Gradients:
+    """Gradients of sum(grad * expert_mlp(x, routing, weights)), the forward recomputed expert by expert.
+
+    Computed in float32 (float64 if an input is). `needed` says of which of the fields of `Gradients`.
+    """
+    stored = (weights.gate_up.data, weights.down.data, weights.gate_up_bias, weights.down_bias)
+    wide = torch.promote_types(torch.promote_types(x.dtype, stored[0].dtype), torch.float32)
+    shapes = (x.to(wide), routing.routing_weights, *stored)
     grads = Gradients(
-        torch.zeros_like(x),
-        torch.zeros_like(routing.routing_weights),
-        torch.zeros_like(weights.gate_up.data),
-        torch.zeros_like(weights.down.data),
-        None if weights.gate_up_bias is None else torch.zeros_like(weights.gate_up_bias),
-        None if weights.down_bias is None else torch.zeros_like(weights.down_bias),
+        *(torch.zeros_like(t) if want and t is not None else None for t, want in zip(shapes, needed, strict=True))
     )
     order = grouping.group_by_expert(routing.expert_ids, weights.num_experts)
     pairs = order.token_ids * routing.top_k + order.slots
+    flat = routing.routing_weights.reshape(-1)
     for e, (start, stop) in enumerate(pairwise(order.offsets.tolist())):
         if start < stop:
-            _one_expert(grad, x, routing, weights, grads, e, order.token_ids[start:stop], pairs[start:stop])
-    return grads
+            t, p = order.token_ids[start:stop], pairs[start:stop]
+            on_input = routing.weight_on == "input"
+            _one_expert(
+                _Group(e, t, p, x[t].to(wide), grad[t].to(wide), flat[p, None].to(wide), on_input), weights, grads
+            )
+    return grads if grads.x is None else replace(grads, x=grads.x.to(x.dtype))
 
 
-def _one_expert(
-    grad: Tensor,
-    x: Tensor,
-    routing: Routing,
-    weights: ExpertWeights,
-    grads: Gradients,
-    e: int,
-    tokens: Tensor,
-    pairs: Tensor,
-) -> None:
-    gate_up, down = weights.gate_up.data[e].to(x.dtype), weights.down.data[e].to(x.dtype)
-    w = routing.routing_weights.reshape(-1)[pairs, None]
-    on_input = routing.weight_on == "input"
-    rows = x[tokens]
-    fed = (rows * w).to(x.dtype) if on_input else rows
+def _one_expert(group: _Group, weights: ExpertWeights, grads: Gradients) -> None:
+    e, w, wide = group.expert, group.w, group.x.dtype
+    gate_up, down = weights.gate_up.data[e].to(wide), weights.down.data[e].to(wide)
+    fed = group.x * w if group.on_input else group.x
     h = fed @ gate_up.T
     if weights.gate_up_bias is not None:
-        h = h + weights.gate_up_bias[e].to(h.dtype)
+        h = h + weights.gate_up_bias[e].to(wide)
     a = activate(h, weights.activation)
 
-    grad_rows = grad[tokens]
-    grad_z = grad_rows if on_input else (grad_rows * w).to(grad.dtype)
+    grad_z = group.grad if group.on_input else group.grad * w
     grad_h = activation_backward(h, grad_z @ down, weights.activation)
-    grad_fed = grad_h @ gate_up
-    grads.gate_up[e] = grad_h.T @ fed
-    grads.down[e] = grad_z.T @ a
+    if grads.gate_up is not None:
+        grads.gate_up[e] = grad_h.T @ fed
+    if grads.down is not None:
+        grads.down[e] = grad_z.T @ a
     if grads.gate_up_bias is not None:
         grads.gate_up_bias[e] = grad_h.sum(0)
     if grads.down_bias is not None:
         grads.down_bias[e] = grad_z.sum(0)
-    grads.x.index_add_(0, tokens, (grad_fed * w).to(x.dtype) if on_input else grad_fed)
-    if on_input:
-        by_pair = (grad_fed * rows).sum(1)
-    else:
+    if grads.x is not None or (grads.routing_weights is not None and group.on_input):
+        grad_fed = grad_h @ gate_up
+        if grads.x is not None:
+            grads.x.index_add_(0, group.tokens, grad_fed * w if group.on_input else grad_fed)
+        if grads.routing_weights is not None and group.on_input:
+            grads.routing_weights.view(-1)[group.pairs] = (grad_fed * group.x).sum(1).to(grads.routing_weights.dtype)
+    if grads.routing_weights is not None and not group.on_input:
         z = a @ down.T
         if weights.down_bias is not None:
-            z = z + weights.down_bias[e].to(z.dtype)
-        by_pair = (grad_rows * z).sum(1)
-    grads.routing_weights.reshape(-1)[pairs] = by_pair.to(w.dtype)
+            z = z + weights.down_bias[e].to(wide)
+        grads.routing_weights.view(-1)[group.pairs] = (group.grad * z).sum(1).to(grads.routing_weights.dtype)
 
 
 def activation_backward(h: Tensor, grad: Tensor, activation: Activation) -> Tensor:

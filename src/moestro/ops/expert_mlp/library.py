@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moestro.errors import unsupported
 from moestro.formats import dense
+from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
@@ -24,6 +25,13 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     Raises:
         UnsupportedError: the weights carry a Python function, which a graph cannot hold.
     """
+    if any(packed.format not in DENSE_FORMATS for packed in (weights.gate_up, weights.down)):
+        raise unsupported(
+            "expert_mlp",
+            got=f"torch.compile with weights stored as {weights.gate_up.format.name} and {weights.down.format.name}",
+            needs="dense formats, whose dtype is their whole description",
+            fix="Call it outside the graph.",
+        )
     if weights.activation.function is not None or weights.output_norm is not None:
         raise unsupported(
             "expert_mlp",
@@ -46,6 +54,10 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     return out
 
 
+_READS_IDS = (torch.Tag.cudagraph_unsafe,)
+"""The walks read the ids on the host, which a captured CUDA graph cannot."""
+
+
 def encode(activation: Activation) -> str:
     """An `Activation` without a function as a string; `decode` reads it back."""
     a = activation
@@ -66,7 +78,7 @@ def decode(text: str) -> Activation:
     )
 
 
-@torch.library.custom_op("moestro::expert_mlp", mutates_args=())
+@torch.library.custom_op("moestro::expert_mlp", mutates_args=(), tags=_READS_IDS)
 def _expert_mlp(
     x: Tensor,
     expert_ids: Tensor,
@@ -94,7 +106,7 @@ _DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
 """Positions of x, routing_weights, gate_up, down and the biases among the arguments."""
 
 
-@torch.library.custom_op("moestro::expert_mlp_backward", mutates_args=())
+@torch.library.custom_op("moestro::expert_mlp_backward", mutates_args=(), tags=_READS_IDS)
 def _expert_mlp_backward(
     grad: Tensor,
     x: Tensor,
@@ -106,18 +118,19 @@ def _expert_mlp_backward(
     down_bias: Tensor | None,
     weight_on: str,
     activation: str,
+    needed: list[bool],
 ) -> list[Tensor]:
     weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
     routing = Routing(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
-    g = expert_mlp_backward(grad, x, routing, weights)
+    g = expert_mlp_backward(grad, x, routing, weights, needed)
     found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
     return [t.contiguous() for t in found if t is not None]
 
 
 @_expert_mlp_backward.register_fake
 def _(grad: Tensor, x: Tensor, expert_ids: Tensor, *rest: Any) -> list[Tensor]:
-    tensors = (x, *(t for t in rest if isinstance(t, Tensor)))
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    wanted = [t for t, want in zip((x, *rest[:5]), rest[-1], strict=True) if want]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -126,9 +139,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    grads = iter(torch.ops.moestro.expert_mlp_backward(grad, *saved, *ctx.words))
-    return tuple(next(grads) if i in _DIFFERENTIABLE and saved[i] is not None else None for i in range(7)) + (None,) * 3
+    needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    grads = iter(torch.ops.moestro.expert_mlp_backward(grad, *ctx.saved_tensors, *ctx.words, needed))
+    return tuple(next(grads) if i in _DIFFERENTIABLE and ctx.needs_input_grad[i] else None for i in range(10))
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_setup_context)

@@ -20,8 +20,19 @@ from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
-Batch = tuple[list[Span], Tensor]
-"""Consecutive spans of rows, and the rows [n, H]."""
+
+class Batch(NamedTuple):
+    """Rows that are computed together.
+
+    Attributes:
+        spans: which expert computes which of them, covering them in order.
+        rows: [n, H].
+        used: rows from here on are padding, whose outputs nobody reads.
+    """
+
+    spans: list[Span]
+    rows: Tensor
+    used: int
 
 
 def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
@@ -37,11 +48,11 @@ def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out
     h = matmul_spans(rows, weights.gate_up.data, spans, ways, wide, None)
     if weights.gate_up_bias is not None:
         h.add_(_of_rows(weights.gate_up_bias, spans))
-    a = _activate_in_place(h, weights.activation)
+    a = _activate_in_place(h, weights.activation, rows.dtype)
     y = matmul_spans(a, weights.down.data, spans, ways, wide, out)
     if weights.down_bias is not None:
         y.add_(_of_rows(weights.down_bias, spans))
-    return y if weights.output_norm is None else y.copy_(weights.output_norm(y))
+    return y if weights.output_norm is None else y.copy_(weights.output_norm(y.to(rows.dtype)))
 
 
 def _of_rows(bias: Tensor, spans: Sequence[Span]) -> Tensor:
@@ -52,35 +63,50 @@ def _of_rows(bias: Tensor, spans: Sequence[Span]) -> Tensor:
     return bias.index_select(0, torch.tensor(owners, device=bias.device))
 
 
-def differentiable_rows(rows: Tensor, weights: ExpertWeights, span: Span) -> Tensor:
-    """E_e(x) for the rows of one span -> [n, H], every step recorded by autograd."""
-    e, start, stop = span
-    h = matmul(rows[start:stop], weights.gate_up.data[e], Way.ROWS)
+def differentiable_rows(rows: Tensor, weights: ExpertWeights, e: int) -> Tensor:
+    """E_e(x) for rows [n, H] -> [n, H], every step recorded by autograd."""
+    stored = weights.gate_up.data.dtype
+    wide = torch.float32 if widens(stored, rows.device.type) else stored
+    h = matmul(rows.to(torch.promote_types(rows.dtype, wide)), weights.gate_up.data[e], Way.ROWS)
     if weights.gate_up_bias is not None:
         h = h + weights.gate_up_bias[e]
-    y = matmul(activate(h, weights.activation), weights.down.data[e], Way.ROWS)
+    if weights.activation.function is not None:
+        a = weights.activation.function(h.to(rows.dtype)).to(h.dtype)
+    else:
+        a = activate(h, weights.activation)
+    y = matmul(a, weights.down.data[e], Way.ROWS)
     if weights.down_bias is not None:
         y = y + weights.down_bias[e]
-    return y if weights.output_norm is None else weights.output_norm(y)
+    return y if weights.output_norm is None else weights.output_norm(y.to(rows.dtype))
 
 
-def _activate_in_place(h: Tensor, activation: Activation) -> Tensor:
+def _activate_in_place(h: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
+    if activation.function is not None:
+        return activation.function(h.to(dtype)).to(h.dtype)
     if activation.kind == "silu" and activation.alpha == 1 and activation.limit is None and not activation.up_offset:
         if not activation.gated:
             return F.silu(h, inplace=True)
         gate, up = (h[..., ::2], h[..., 1::2]) if activation.interleaved else h.chunk(2, dim=-1)
-        return F.silu(gate, inplace=True).mul_(up)
+        return F.silu(gate).mul_(up)
     return activate(h, activation)
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd is recording and any of the tensors asks for it."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def records(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+    """Whether autograd is recording something here; a Python function may hide parameters of its own."""
+    if not torch.is_grad_enabled():
+        return False
+    if weights.activation.function is not None or weights.output_norm is not None:
+        return True
+    return any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors))
 
 
-def nothing(x: Tensor) -> Tensor:
-    """Zeros like x that autograd can walk back through: what an all-empty routing computes."""
-    return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
+def nothing(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """What an all-empty routing computes: zeros like x, and a zero gradient for every input."""
+    y = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
+    if records(x, routing, weights):
+        for tensor in (routing.routing_weights, *weights.tensors):
+            y = y + tensor[:0].sum().to(y.dtype)
+    return y
 
 
 class Places(NamedTuple):
@@ -101,7 +127,7 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
     """Compute the batches and add up each token's slots."""
     num_rows = places.num_rows
     if num_rows == 0:
-        return nothing(x)
+        return nothing(x, routing, weights)
     # Half precision overflows where the sum of the slots need not.
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
     slot_weights = routing.routing_weights
@@ -109,12 +135,11 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
         slot_weights = torch.ones_like(slot_weights)
     elif not places.complete:
         slot_weights = slot_weights.masked_fill(routing.expert_ids < 0, 0.0)
-    if needs_grad(x, routing.routing_weights, *weights.tensors):
-        parts = [differentiable_rows(rows, weights, span) for spans, rows in batches for span in spans]
-        stacked = torch.cat([*(part.to(dtype) for part in parts), x.new_zeros(1, x.shape[1], dtype=dtype)])
-        return (stacked[places.of_pairs] * slot_weights[..., None]).sum(1).to(x.dtype)
+    if records(x, routing, weights):
+        parts = [*_recorded(batches, weights, dtype), x.new_zeros(1, x.shape[1], dtype=dtype)]
+        return (torch.cat(parts)[places.of_pairs] * slot_weights[..., None]).sum(1).to(x.dtype)
     out, start = None, 0
-    for spans, rows in batches:
+    for spans, rows, _ in batches:
         if places.complete and rows.shape[0] == num_rows:
             out = expert_rows(rows, weights, spans).to(dtype)
             break
@@ -125,6 +150,14 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
         start += rows.shape[0]
     assert out is not None
     return weighted_sum(out, places.of_pairs, slot_weights).to(x.dtype)
+
+
+def _recorded(batches: Iterable[Batch], weights: ExpertWeights, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The outputs of all rows in order; padding is zeros, since 0 times a NaN of its gradient would spread."""
+    for spans, rows, used in batches:
+        for e, start, stop in spans:
+            yield differentiable_rows(rows[start : min(stop, used)], weights, e).to(dtype)
+        yield rows.new_zeros(rows.shape[0] - used, rows.shape[1], dtype=dtype)
 
 
 def weighted_sum(rows: Tensor, places: Tensor, slot_weights: Tensor) -> Tensor:
@@ -156,10 +189,9 @@ def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
             start, stop = spans[0].start, spans[-1].stop
             rows = x.index_select(0, order.token_ids[start:stop])
             local = [Span(e, a - start, b - start) for e, a, b in spans]
-            yield local, _weighted_input(rows, row_weights[start:stop], routing)
+            yield Batch(local, _weighted_input(rows, row_weights[start:stop], routing), stop - start)
 
-    grad = needs_grad(x, routing.routing_weights, *weights.tensors)
-    if not grad and num_rows * x.shape[1] * x.element_size() > ACCUMULATE_BYTES:
+    if not records(x, routing, weights) and num_rows * x.shape[1] * x.element_size() > ACCUMULATE_BYTES:
         return _accumulate(x, routing, weights, batches(), order.token_ids, row_weights)
     places = order.inverse.clamp(max=num_rows).reshape(routing.expert_ids.shape)
     return _run(x, routing, weights, batches(), Places(places, num_rows, num_rows == places.numel()))
@@ -171,7 +203,7 @@ def _accumulate(
     """Add each batch's rows to its tokens' sums, in float32 at least: no buffer of all rows, T * H instead of R * H."""
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     start = 0
-    for spans, rows in batches:
+    for spans, rows, _ in batches:
         stop = start + rows.shape[0]
         z = expert_rows(rows, weights, spans)
         z = z.to(y.dtype)
@@ -216,57 +248,61 @@ def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     rows = x.index_select(0, index // routing.top_k)
     if routing.weight_on == "input":
         rows = _weighted_input(rows, routing.routing_weights.reshape(-1)[index], routing)
-    batches = [(spans, rows)] if spans else []
+    batches = [Batch(spans, rows, len(pairs))] if spans else []
     return _run(x, routing, weights, batches, Places(places, len(pairs), len(pairs) == len(flat_ids)))
 
 
 def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: int) -> Tensor:
     """Fixed blocks of one expert each, laid out by `moestro.block_schedule`.
 
-    Padded cells are never loaded, empty blocks never run, and consecutive blocks of one expert read it once.
+    No token is loaded for a padded cell, empty blocks never run, and consecutive blocks of one expert read it once.
     """
     schedule = grouping.block_schedule(routing.expert_ids, weights.num_experts, block_size)
+    counts = schedule.counts.tolist()
     runs = [(e, sum(1 for _ in run)) for e, run in groupby(schedule.block_experts.tolist()) if e >= 0]
     num_cells = sum(length for _, length in runs) * block_size
     places = torch.where(schedule.scatter_index < 0, num_cells, schedule.scatter_index)
-    cells = places.reshape(-1)
-    blocked = x.new_zeros(num_cells + 1, x.shape[1]).index_copy(0, cells, x.repeat_interleave(routing.top_k, 0))
-    if routing.weight_on == "input":
-        flat = routing.routing_weights.reshape(-1)
-        cell_weights = flat.new_zeros(num_cells + 1).index_copy(0, cells, flat)
-        blocked = _weighted_input(blocked[:num_cells], cell_weights[:num_cells], routing)
+    pair_ids = schedule.pair_ids.reshape(-1)[:num_cells]
+    (cells,) = (pair_ids >= 0).nonzero(as_tuple=True)
+    pairs = pair_ids[cells]
+    rows = _weighted_input(
+        x.index_select(0, pairs // routing.top_k), routing.routing_weights.reshape(-1)[pairs], routing
+    )
+    blocked = x.new_zeros(num_cells, x.shape[1]).index_copy(0, cells, rows)
 
     def batches() -> Iterator[Batch]:
         start = 0
         for e, length in runs:
             stop = start + length * block_size
-            yield [Span(e, 0, stop - start)], blocked[start:stop]
+            yield Batch([Span(e, 0, stop - start)], blocked[start:stop], counts[e])
             start = stop
 
-    complete = int(schedule.counts.sum()) == places.numel()
+    complete = sum(counts) == places.numel()
     return _run(x, routing, weights, batches(), Places(places, num_cells, complete))
 
 
 def all_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """Every expert on every token, masked at the combine; no step depends on the routing's values."""
+    """Every expert on every token, masked at the combine; only recording looks at the routing's values."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    on_input = routing.weight_on == "input"
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for e in range(weights.num_experts):
         chosen = routing.expert_ids == e
         w = routing.routing_weights.masked_fill(~chosen, 0.0)
-        if not on_input:
-            z = _everyone(x, weights, e) * w.sum(1, keepdim=True)
-            y = y + torch.where(chosen.any(1, keepdim=True), z, 0.0)
+        if routing.weight_on == "output":
+            hit = chosen.any(1)
+            z = _everyone(x, hit, routing, weights, e) * w.sum(1, keepdim=True)
+            y = y + torch.where(hit[:, None], z, 0.0)
             continue
         for k in range(routing.top_k):
-            z = _everyone((x * w[:, k, None]).to(x.dtype), weights, e)
+            z = _everyone((x * w[:, k, None]).to(x.dtype), chosen[:, k], routing, weights, e)
             y = y + torch.where(chosen[:, k, None], z, 0.0)
     return y.to(x.dtype)
 
 
-def _everyone(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
-    span = Span(e, 0, x.shape[0])
-    if needs_grad(x, *weights.tensors):
-        return differentiable_rows(x, weights, span)
-    return expert_rows(x, weights, [span])
+def _everyone(x: Tensor, hit: Tensor, routing: Routing, weights: ExpertWeights, e: int) -> Tensor:
+    """E_e of every row; while autograd records, of the rows that `hit` [T] names, and zero for the others."""
+    if not records(x, routing, weights):
+        return expert_rows(x, weights, [Span(e, 0, x.shape[0])])
+    (tokens,) = hit.nonzero(as_tuple=True)
+    z = differentiable_rows(x[tokens], weights, e)
+    return z.new_zeros(x.shape).index_copy(0, tokens, z)

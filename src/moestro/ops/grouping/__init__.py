@@ -95,7 +95,11 @@ def check_ids(operation: str, expert_ids: Tensor, num_experts: int) -> None:
             needs="int32 or int64 [num_tokens, top_k] and num_experts >= 1",
             fix="Flatten the batch, or use expert_ids.long().",
         )
-    if torch.compiler.is_compiling() or expert_ids.device.type != "cpu" or expert_ids.numel() == 0:
+    if torch.compiler.is_compiling() or expert_ids.device.type != "cpu":
+        in_range = ((expert_ids >= EMPTY) & (expert_ids < num_experts)).all()
+        torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
+        return
+    if expert_ids.numel() == 0:
         return
     low, high = (int(v) for v in torch.aminmax(expert_ids))
     if low < EMPTY or high >= num_experts:
