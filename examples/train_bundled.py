@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -108,7 +108,7 @@ def read_corpus() -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> None:
-    """Byte-level BPE: every text round-trips, and common indentations are one token."""
+    """Byte-level BPE: every text round-trips, common indentations are one token, and END starts every text."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -116,6 +116,7 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     special = {"bos_token": END, "eos_token": END, "pad_token": END}
     options = {"model_max_length": UNIT, "clean_up_tokenization_spaces": False}
     Tokens(tokenizer_object=tokenizer, **special, **options).save_pretrained(folder)
@@ -135,7 +136,8 @@ def encode_documents(tokenizer: Tokens, texts: list[str]) -> list[np.ndarray]:
     rng = random.Random(SEED)
     documents = []
     for text in texts:
-        pieces = tokenizer(list(cut_randomly(text, rng)), verbose=False)["input_ids"]
+        cut = list(cut_randomly(text, rng))
+        pieces = tokenizer(cut, add_special_tokens=False, verbose=False)["input_ids"]
         documents.append(np.concatenate([[tokenizer.eos_token_id], *pieces]).astype(np.uint16))
     return documents
 
@@ -373,7 +375,7 @@ def bits_and_load(model: Model, documents: list[np.ndarray]) -> tuple[float, Ten
 
 
 def complete(model: Model, tokenizer: Tokens, prompt: str) -> str:
-    ids = tokenizer(END + prompt, return_tensors="pt").input_ids
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
     return tokenizer.decode(out[0], skip_special_tokens=True)
 
@@ -389,8 +391,8 @@ def evaluate(folder: Path, results: Path) -> None:
     def xz(pieces: list[bytes]) -> float:
         return round(8 * sum(len(lzma.compress(p, preset=9 | lzma.PRESET_EXTREME)) for p in pieces) / total, 4)
 
-    assert all(tokenizer.decode(tokenizer(text, verbose=False)["input_ids"]) == text for text in texts), "round trip"
-    documents = [np.array(tokenizer(END + text, verbose=False)["input_ids"]) for text in texts]
+    documents = [np.array(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+    assert all(tokenizer.decode(d[1:]) == text for d, text in zip(documents, texts, strict=True)), "round trip"
     bits, load = bits_and_load(model, documents)
     numbers = {
         "python": sys.version.split()[0],
@@ -420,13 +422,13 @@ def make(work: Path, folder: Path, minutes: float) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tokenizer")
     documents = encode_documents(tokenizer, train_texts)
     print(f"tokens to train on: {sum(map(len, documents))}", flush=True)
-    sample = [np.array(tokenizer(END + t, verbose=False)["input_ids"][:SHORT_CONTEXT]) for t in held_out_texts]
+    sample = [np.array(tokenizer(t, verbose=False)["input_ids"][:SHORT_CONTEXT]) for t in held_out_texts]
     sample_bytes = sum(len(tokenizer.decode(ids[1:]).encode()) for ids in sample)
     run = Run(work, 60 * minutes)
     train(run, Batches(documents), sample, sample_bytes)
     run.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    transformers.GenerationConfig(**SPECIAL_IDS).save_pretrained(folder)
+    transformers.GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, **SPECIAL_IDS).save_pretrained(folder)
 
 
 def main() -> None:

@@ -73,6 +73,8 @@ def broken(model_folder: Path, tmp_path: Path) -> Callable[[str], str]:
             return str(tmp_path / "nowhere")
         if fault == "hub":
             return "moestro-tests/no-such-model"
+        if fault == "nobody":
+            return "~nobody-of-this-name/x"
         if fault == "name":
             return "a:b"
         shutil.copytree(model_folder, folder)
@@ -122,6 +124,15 @@ def _wider(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 24}))
 
 
+def _wrong_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts": "many"}))
+
+
+def _empty_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
 FAULTS: dict[str, Callable[[Path], None]] = {
     "empty": _without("config.json"),
     "no tokenizer": _without("tokenizer.json", "tokenizer_config.json"),
@@ -132,4 +143,6 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "cut": _cut,
     "missing weight": _rename_weight,
     "other shapes": _wider,
+    "wrong type": _wrong_type,
+    "empty tokenizer": _empty_tokenizer,
 }

@@ -17,6 +17,8 @@ from typer.testing import CliRunner, Result
 
 import moestro
 from moestro.cli import app
+from moestro.hf.generate import _observed
+from moestro.ops import _select
 
 PROMPT = "class Queue:"
 CHAT_TEMPLATE = (
@@ -156,6 +158,9 @@ def test_chat_uses_the_template(model_folder: Path, tmp_path: Path) -> None:
         ("dense", "Qwen3ForCausalLM, a dense model"),
         ("image", "needs a causal language model"),
         ("unknown", "no_such_architecture"),
+        ("nobody", "where there is no folder"),
+        ("wrong type", "needs a configuration that Transformers knows"),
+        ("empty tokenizer", "needs a tokenizer beside the model"),
     ],
 )
 def test_a_model_that_cannot_run(broken: Callable[[str], str], fault: str, says: str) -> None:
@@ -180,6 +185,7 @@ def test_a_model_that_cannot_run(broken: Callable[[str], str], fault: str, says:
         (["--max-new-tokens", "64"], "needs at most 64 together"),
         (["--dtype", "int8"], "dtype 'int8'"),
         (["--device", "nowhere"], "device 'nowhere'"),
+        (["--device", "meta"], "device 'meta'"),
         (["--strategy", "fastest"], "strategy='fastest'"),
     ],
 )
@@ -228,11 +234,47 @@ def test_as_a_process(model_folder: Path) -> None:
 
 
 def test_the_bundled_model() -> None:
-    found = as_json("def fibonacci(n):", "--max-new-tokens", "24")
+    options = ("def fibonacci(n):", "--max-new-tokens", "24")
+    found = as_json(*options, "--no-do-sample")
     assert found["model"] == "bundled"
     assert found["architecture"] == "Qwen3MoeForCausalLM"
     assert found["expert_layers"] >= 4
     assert found["text"].startswith("\n    ")
+    one, again = (as_json(*options, "--seed", "1")["text"] for _ in range(2))  # its own configuration samples
+    assert one == again != found["text"]
+
+
+def test_greedy_prints_no_warning() -> None:
+    done = script("generate", "def ", "--no-do-sample", "--max-new-tokens", "2")
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) == 2, done.stderr
+
+
+@pytest.mark.parametrize("options", [["--chat"], ["--max-new-tokens", "64"], ["--strategy", "fastest"]])
+def test_refused_before_the_weights_are_read(
+    model_folder: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moestro.hf.text_model._weights", lambda *args: pytest.fail("weights were read"))
+    assert run(PROMPT, "--model", str(model_folder), *options).exit_code == 2
+
+
+def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    refused(run(PROMPT, "--model", str(model_folder)), "for which the memory does not suffice")
+
+
+def test_overlapping_watchers_leave_nothing_behind() -> None:
+    plain, seen = _select.implementations("expert_mlp"), []
+    first, second = _observed(seen.append), _observed(seen.append)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert _select.implementations("expert_mlp") != plain
+    second.__exit__(None, None, None)
+    assert _select.implementations("expert_mlp") == plain
 
 
 def test_help_loads_no_library() -> None:

@@ -58,7 +58,14 @@ def generate(
         )
         library.check_prompt(prompt)
         with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
-            text_model = load_text_model(model, dtype, device, strategy)
+            request = (prompt, sampling, chat)
+            text_model = load_text_model(
+                model,
+                dtype,
+                device,
+                strategy,
+                lambda name, tokenizer, context: library.check_length(name, tokenizer, context, request),
+            )
             library.check(text_model, prompt, sampling, chat)
             if as_json:
                 found = library.generate(text_model, prompt, sampling, chat=chat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ DEFAULT_NEW_TOKENS = 256
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "seed")
 _CONTEXT_FOR_TEXT = 8
 _UNFINISHED = "\ufffd"
+
+_lock = threading.Lock()
+_watchers: list[tuple[int, Callable[[Ran], object]]] = []
+_unwatched: list[_select.Implementation] = []
 
 
 @dataclass(frozen=True)
@@ -220,25 +225,51 @@ def check(text_model: TextModel, prompt: str, sampling: Sampling, chat: bool = F
     _configure(text_model, sampling, _encode(text_model, prompt, chat)["input_ids"].shape[1])
 
 
+def check_length(name: str, tokenizer: Any, context: int | None, request: tuple[str, Sampling, bool]) -> None:
+    """Refuse a prompt that the tokenizer or the context cannot take, before weights are loaded.
+
+    Args:
+        name: of the model, for the message.
+        tokenizer, context: the model's.
+        request: prompt, sampling, chat.
+    """
+    prompt, sampling, chat = request
+    _new_tokens(name, context, sampling, _tokens(name, tokenizer, prompt, chat)["input_ids"].shape[1])
+
+
 def _encode(text_model: TextModel, prompt: str, chat: bool) -> dict[str, Tensor]:
+    encoded = _tokens(text_model.name, text_model.tokenizer, prompt, chat)
+    device = text_model.model.device
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _tokens(name: str, tokenizer: Any, prompt: str, chat: bool) -> Any:
     check_prompt(prompt)
-    tokenizer = text_model.tokenizer
     if chat and not tokenizer.chat_template:
         raise invalid_input(
             "generate",
-            got=f"chat with {text_model.name}, whose tokenizer has no chat template",
+            got=f"chat with {name}, whose tokenizer has no chat template",
             needs="an instruction-tuned model",
             fix="Leave chat out to continue the text instead.",
         )
     if chat:
         message = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    return tokenizer(prompt, return_tensors="pt")
+
+
+def _new_tokens(name: str, context: int | None, sampling: Sampling, prompt_tokens: int) -> int:
+    """How many tokens to generate at most: what was asked for, or what the context leaves."""
+    room = None if context is None else context - prompt_tokens
+    new_tokens = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, DEFAULT_NEW_TOKENS if room is None else room)
+    if room is not None and (room < 1 or new_tokens > room):
+        raise invalid_input(
+            "generate",
+            got=f"{prompt_tokens} prompt tokens and max_new_tokens={max(new_tokens, 1)}",
+            needs=f"at most {context} together, the context of {name}",
+            fix="Shorten the prompt, or lower max_new_tokens.",
         )
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    device = text_model.model.device
-    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+    return new_tokens
 
 
 def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
@@ -257,16 +288,7 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
             if name != "seed":
                 setattr(config, name, None)
     asked.pop("seed", None)
-    room = None if text_model.context is None else text_model.context - prompt_tokens
-    new_tokens = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, DEFAULT_NEW_TOKENS if room is None else room)
-    if room is not None and (room < 1 or new_tokens > room):
-        raise invalid_input(
-            "generate",
-            got=f"{prompt_tokens} prompt tokens and max_new_tokens={max(new_tokens, 1)}",
-            needs=f"at most {text_model.context} together, the context of {text_model.name}",
-            fix="Shorten the prompt, or lower max_new_tokens.",
-        )
-    asked["max_new_tokens"] = new_tokens
+    asked["max_new_tokens"] = _new_tokens(text_model.name, text_model.context, sampling, prompt_tokens)
     for name, value in {**asked, "num_beams": 1, "max_length": None}.items():
         setattr(config, name, value)
     if config.pad_token_id is None:
@@ -277,21 +299,32 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
 
 @contextmanager
 def _observed(on_run: Callable[[Ran], object]) -> Iterator[None]:
-    """Tell `on_run` of every expert_mlp that runs inside the block."""
-    entries = _select.implementations("expert_mlp")
+    """Tell `on_run` of every expert_mlp that this thread runs inside the block."""
 
     def watched(entry: _select.Implementation) -> _select.Implementation:
         def call(x: Tensor, routing: Any, weights: Any, strategy: str) -> Any:
-            on_run(Ran(entry.name, resolve_strategy(routing, weights, strategy)[0].strategy))
+            told = [tell for thread, tell in list(_watchers) if thread == threading.get_ident()]
+            if told:
+                ran = Ran(entry.name, resolve_strategy(routing, weights, strategy)[0].strategy)
+                for tell in told:
+                    tell(ran)
             return entry.call(x, routing, weights, strategy)
 
         return replace(entry, call=call)
 
-    _select.register("expert_mlp", [watched(entry) for entry in entries])
+    mine = (threading.get_ident(), on_run)
+    with _lock:  # the first to come wraps the implementations, the last to go unwraps them
+        if not _watchers:
+            _unwatched[:] = _select.implementations("expert_mlp")
+            _select.register("expert_mlp", [watched(entry) for entry in _unwatched])
+        _watchers.append(mine)
     try:
         yield
     finally:
-        _select.register("expert_mlp", entries)
+        with _lock:
+            _watchers.remove(mine)
+            if not _watchers:
+                _select.register("expert_mlp", list(_unwatched))
 
 
 @contextmanager

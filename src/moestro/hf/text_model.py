@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.accelerate import Served, accelerate, adapter_of, served
+from moestro.ops.expert_mlp.tuning import parse_strategy
 
 BUNDLED = "bundled"
 """What `TextModel.name` says of the model that comes with the package."""
@@ -46,8 +48,12 @@ class TextModel:
     @property
     def context(self) -> int | None:
         """The most tokens the model was made for, prompt included, if its configuration says."""
-        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
+        return _context(self.model.config)
+
+
+def _context(config: Any) -> int | None:
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def bundled_folder() -> Path:
@@ -68,7 +74,11 @@ def bundled_folder() -> Path:
 
 
 def load_text_model(
-    model: str | Path | None = None, dtype: str = "auto", device: str = "cpu", strategy: str = "auto"
+    model: str | Path | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    strategy: str = "auto",
+    check: Callable[[str, Any, int | None], object] | None = None,
 ) -> TextModel:
     """Load a Mixture-of-Experts language model and let moestro serve its expert layers.
 
@@ -79,12 +89,14 @@ def load_text_model(
         dtype: "float32", "bfloat16", "float16", or "auto" for that of the checkpoint.
         device: a torch device.
         strategy: as for `moestro.accelerate`.
+        check: called with name, tokenizer and context before the weights are read, to raise what speaks against them.
 
     Raises:
         InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, missing or
-            damaged weights, a missing tokenizer, an unknown dtype, device or strategy.
+            damaged weights, too little memory, a missing tokenizer, an unknown dtype, device or strategy.
         UnsupportedError: a dense model, or one with expert layers that cannot be served.
     """
+    parse_strategy(strategy, "generate")
     target = _device(device)
     if dtype not in DTYPES:
         raise invalid_input("generate", got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
@@ -92,11 +104,16 @@ def load_text_model(
     config = _configuration(source)
     _refuse_early(source, config)
     tokenizer = _tokenizer(source)
-    with _explained(source, "readable weights in safetensors form", "Download or save the model again."):
+    name = BUNDLED if model is None else str(model)
+    if check is not None:
+        check(name, tokenizer, _context(config))
+    readable = _explained(source, "readable weights in safetensors form", "Download or save the model again.")
+    with readable, _fitting(source):
         loaded = _weights(source, config, dtype)
     accelerate(loaded, strategy)
-    loaded = loaded.to(target).eval()
-    return TextModel(BUNDLED if model is None else str(model), loaded, tokenizer, tuple(served(loaded)))
+    with _fitting(source):
+        loaded = loaded.to(target).eval()
+    return TextModel(name, loaded, tokenizer, tuple(served(loaded)))
 
 
 @contextmanager
@@ -120,7 +137,7 @@ def quiet_transformers(progress: bool = False) -> Iterator[None]:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise invalid_input(
             "generate",
@@ -133,7 +150,10 @@ def _device(name: str) -> torch.device:
 
 def _source(model: str) -> str:
     """The folder, or the hub id, that a user named."""
-    folder = Path(model).expanduser()
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # "~name" of nobody here
+        folder = Path(model)
     if (folder / "config.json").is_file():
         return str(folder)
     if folder.exists():
@@ -167,11 +187,33 @@ def _weights(source: str, config: Any, dtype: str) -> Any:
             source, config=config, dtype=dtype, output_loading_info=True
         )
     except RuntimeError as error:
+        if _out_of_memory(error):
+            raise
         raise _unfit(source, "weights that are missing or of other shapes than its configuration says") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise _unfit(source, f"{len(missing)} weights missing, such as {missing[0]}")
     return model
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+@contextmanager
+def _fitting(source: str) -> Iterator[None]:
+    """Say that memory ran out, if that is what happened."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise invalid_input(
+            "generate",
+            got=f"{source}, for which the memory does not suffice",
+            needs="memory for all of its weights",
+            fix="Choose a 16-bit dtype or a smaller model.",
+        ) from error
 
 
 def _unfit(source: str, problem: str) -> MoestroError:
@@ -204,7 +246,7 @@ def _explained(source: str, needs: str, fix: str) -> Iterator[None]:
         yield
     except MoestroError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
         raise invalid_input("generate", got=f"{source} ({_first_sentence(error)})", needs=needs, fix=fix) from error
 
 
