@@ -13,7 +13,7 @@ import transformers
 
 from moestro.errors import UnsupportedError
 from moestro.hf import coverage, zoo
-from moestro.hf.accelerate import accelerate, adapter_of
+from moestro.hf.accelerate import accelerate, adapter_of, routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
 ARCHITECTURES = zoo.architectures()
@@ -84,6 +84,18 @@ def test_at_least_fifty_are_covered_and_the_others_say_why():
         assert name.replace("_", "") in reason.lower()
 
 
+def test_every_module_that_transformers_prepared_for_its_interface_is_walked():
+    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    prepared = {p.parent.name for p in sources if re.search(r"^@use_experts_implementation", p.read_text(), re.M)}
+    assert len(prepared) > 40
+    assert prepared <= set(ARCHITECTURES)
+
+
+def test_shared_experts_are_no_routed_ones_and_a_family_may_be_called_shared():
+    assert not any(map(routes, ("AriaSharedExpertsMLP", "InklingSharedExperts", "SomeSharedExpert")))
+    assert all(map(routes, ("GraniteMoeSharedExperts", "GraniteMoeSharedMoE")))
+
+
 def test_the_page_lists_what_the_registry_holds():
     text = PAGE.read_text()
     if f"Transformers {transformers.__version__}," not in text:
@@ -134,6 +146,17 @@ def test_steady_is_judged_without_our_code(monkeypatch):
     wanted = zoo.outputs(model, inputs)
     assert coverage.steady(model, inputs, wanted)
     torch.testing.assert_close(zoo.outputs(model, inputs), wanted, rtol=0, atol=0)  # the hooks are gone
+
+
+def test_a_model_that_is_never_steady_says_so(monkeypatch):
+    monkeypatch.setattr(coverage, "MOST_SEEDS", 2)
+    monkeypatch.setattr(coverage, "steady", lambda *_: False)
+    row = coverage.measure("mixtral")
+    assert row.covered
+    assert row.seed is None
+    assert row.bfloat16 is not None
+    assert not row.agrees
+    assert re.search(r"\| mixtral .*\| never steady \| same tokens \|", coverage.markdown([row]))
 
 
 def test_a_tiny_model_is_the_same_every_time():

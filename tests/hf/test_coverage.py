@@ -39,7 +39,7 @@ def test_markdown(monkeypatch, capsys, tmp_path):
 
 
 def test_fails_when_something_served_disagrees(monkeypatch, capsys):
-    wrong = Row("mixtral", "M", "interface", float32=1e-3, bfloat16=1e-3, influence=0.5, generate=True)
+    wrong = Row("mixtral", "M", "interface", float32=1e-3, bfloat16=1e-3, influence=0.5, generate=True, seed=0)
     monkeypatch.setattr(coverage, "rows", lambda names: iter([wrong]))
     code, _ = run(monkeypatch, capsys, "mixtral")
     assert code == 1
@@ -53,10 +53,11 @@ def test_fails_when_something_served_disagrees(monkeypatch, capsys):
         {"influence": 0.9e-2},
         {"generate": False},
         {"float32": None},
+        {"seed": None},
         {"float32": float("inf")},
     ],
 )
 def test_a_row_agrees_only_if_everything_does(changed):
-    right = {"float32": 1e-6, "bfloat16": 1e-2, "influence": 0.5, "generate": None}
+    right = {"float32": 1e-6, "bfloat16": 1e-2, "influence": 0.5, "generate": None, "seed": 0}
     assert Row("a", "A", **right).agrees
     assert not Row("a", "A", **(right | changed)).agrees

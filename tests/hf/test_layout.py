@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moestro.hf import accelerate, served, zoo
+from moestro.hf import accelerate, experts, served, zoo
+from moestro.hf.families.base import join
 from moestro.hf.layout import is_k_contiguous, make_k_contiguous, why_not_in_place
 
 SHAPES = [(1, 1, 1), (4, 3, 5), (8, 16, 16), (2, 1, 7), (3, 9, 1)]
@@ -142,3 +146,107 @@ def test_tied_parameters_are_turned_once():
     accelerate(model)
     assert second.down_proj is first.down_proj
     torch.testing.assert_close(zoo.outputs(model, zoo.inputs_of(model)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def interrupt_at(step):
+    """A trace function that raises KeyboardInterrupt at the given bytecode instruction of make_k_contiguous."""
+    left = itertools.count()
+
+    def trace(frame, event, _):
+        if frame.f_code is not make_k_contiguous.__code__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and next(left) == step:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_an_interrupt_at_any_instruction_leaves_the_values():
+    for step in itertools.count():
+        weight = parameter((3, 2, 5))
+        value, before = weight.detach().clone(), sys.gettrace()
+        sys.settrace(interrupt_at(step))
+        try:
+            make_k_contiguous(weight)
+        except KeyboardInterrupt:
+            interrupted = True
+        else:
+            interrupted = False
+        finally:
+            sys.settrace(before)
+        assert torch.equal(weight, value), step
+        if not interrupted:
+            break
+    assert step > 100
+    assert is_k_contiguous(weight)
+
+
+def test_an_inference_tensor_is_left_alone():
+    with torch.inference_mode():
+        weight = nn.Parameter(parameter().detach().clone(), requires_grad=False)
+        other = nn.Parameter(parameter().detach().clone(), requires_grad=False)
+    left_alone(weight, "it is an inference tensor")
+    places = [weight.data_ptr(), other.data_ptr()]
+    for dim in (0, 1):
+        assert torch.equal(join([weight, other], dim), torch.stack([weight, other], dim))
+    assert [weight.data_ptr(), other.data_ptr()] == places
+
+
+def test_what_is_computed_from_a_parameter_is_left_alone():
+    assert "computed" in why_not_in_place(parameter() * 2)
+
+
+def test_join_moves_once_and_follows_the_parameters():
+    for dim in (0, 1):
+        parts = [parameter() for _ in range(3)]
+        value = torch.stack([p.detach() * (i + 1) for i, p in enumerate(parts)], dim)
+        with torch.no_grad():
+            for i, part in enumerate(parts):
+                part.mul_(i + 1)
+            whole = join(parts, dim)
+            assert torch.equal(whole, value)
+            assert whole.is_contiguous()
+            assert join(parts, dim).data_ptr() == whole.data_ptr() == parts[0].data_ptr()
+            parts[1].data = parts[1].detach().clone() * 7
+            assert torch.equal(join(parts, dim).select(dim, 1), parts[1])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_join_leaves_flat_buffers_and_aliases_alone(dim):
+    flat = torch.arange(480, dtype=torch.float32)
+    buffered = [nn.Parameter(piece.view(4, 6, 10)) for piece in flat.split(240)]
+    aliased = [parameter(), parameter()]
+    alias = aliased[1].detach()
+    with torch.no_grad():
+        join(buffered[::-1], dim)
+        join(aliased, dim)
+        flat.zero_()
+        alias.zero_()
+    assert not buffered[0].any()
+    assert not buffered[1].any()
+    assert not aliased[1].any()
+
+
+def test_two_threads_first_call_settles_once(monkeypatch):
+    module = zoo.build("gpt_oss").model.model.layers[0].mlp.experts
+    right, calls = experts.make_k_contiguous, []
+    meet = threading.Barrier(2)
+
+    def slow(weight):
+        calls.append(1)
+        threading.Event().wait(0.05)
+        return right(weight)
+
+    def first_call():
+        meet.wait()
+        experts.plan_of(module)
+
+    monkeypatch.setattr(experts, "make_k_contiguous", slow)
+    threads = [threading.Thread(target=first_call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 2  # gate_up_proj and down_proj

@@ -29,6 +29,7 @@ INTERFACE = Adapter(
 )
 """Every experts module that Transformers' own decorator prepared."""
 
+_SHARED = re.compile(r"SharedExperts?(MLP)?$")
 _ROUTED = re.compile(r"(Experts|MoE|Moe|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
 
 
@@ -83,6 +84,7 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
         )
     for module, adapter, plan in found:
         adapter.settle(module, plan)
+    for module, adapter, _ in found:
         _replace_forward(module, partial(adapter.forward, module, strategy=strategy))
     return model
 
@@ -100,7 +102,7 @@ def served(model: nn.Module) -> list[Served]:
 
 def adapter_of(module: nn.Module) -> Adapter | None:
     """What serves this module, or None if it holds no routed experts that are known."""
-    adapter = ADAPTERS.get(type(module).__name__)
+    adapter = ADAPTERS.get(type(module).__name__) if _of_transformers(module) else None
     if adapter is None and {"has_gate", "is_transposed"} <= vars(module).keys():
         return INTERFACE
     return adapter
@@ -118,7 +120,7 @@ def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
         if path in adapters:
             taken.append(path)
             yield path, module, adapters[path]
-        elif name in LEFT:
+        elif name in LEFT and _of_transformers(module):
             taken.append(path)
         elif name in REFUSED or (routes(name) and not _above(path, adapters)):
             reason = REFUSED.get(name, "moestro has no adapter for it, and Transformers' experts interface misses it")
@@ -127,7 +129,12 @@ def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
 
 def routes(name: str) -> bool:
     """Whether a module class of this name, in Transformers' way of naming, holds routed experts."""
-    return bool(_ROUTED.search(name)) and "Shared" not in name
+    return bool(_ROUTED.search(name)) and not _SHARED.search(name)
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    """Whether its class is Transformers' own: code that came with a checkpoint may use the same names."""
+    return type(module).__module__.startswith("transformers.")
 
 
 def _above(path: str, adapters: dict[str, Adapter]) -> bool:
@@ -155,6 +162,19 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     # Where the accelerate library wrapped the module, its wrapper keeps running around this forward.
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     module.__dict__[name] = forward
+    module.__dict__["_replicate_for_data_parallel"] = partial(_replicate, module)
+
+
+def _replicate(module: Any) -> Any:
+    """What nn.DataParallel asks for: a replica whose forward reads the replica's own parameters."""
+    replica = type(module)._replicate_for_data_parallel(module)
+    for name, own in vars(module).items():
+        if isinstance(own, partial) and own.args and own.args[0] is module:
+            replica.__dict__[name] = partial(own.func, replica, **own.keywords)
+    plan: Plan | None = vars(module).get(PLAN)
+    if plan is not None and plan.activation.function is not None:
+        replica.__dict__[PLAN] = None  # the function may be a method of the original
+    return replica
 
 
 def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:

@@ -37,11 +37,14 @@ INFLUENCE = 1e-2
 MOST_SEEDS = 16
 """How many random models are tried for one whose own bfloat16 result is steady."""
 
-NOISE_DRAWS = 24
+NOISE_DRAWS = 64
 """How often noise is drawn to find out."""
 
-STEADY = 1.5e-2
-"""A model is steady if two bfloat16 steps of noise in its experts' outputs moves its logits by less (relative)."""
+NEVER_STEADY = "never steady"
+"""In place of a seed, where no model was."""
+
+STEADY = BFLOAT16
+"""A model is steady if two bfloat16 steps of noise in its experts' outputs never move its logits further."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Row:
         bfloat16: the same in bfloat16.
         influence: how far the logits move when the least important layer's experts are zeroed (relative).
         generate: whether greedy generation gives the same tokens; None for a model that does not generate.
-        seed: of the random weights in bfloat16.
+        seed: of the random weights in bfloat16; None if no model tried was steady: `bfloat16` proves nothing then.
         reason: why it is not served, or None.
     """
 
@@ -82,7 +85,7 @@ class Row:
     def agrees(self) -> bool:
         """Whether everything measured stands within the tolerances, and proves something."""
         return (
-            None not in (self.float32, self.bfloat16, self.influence)
+            None not in (self.float32, self.bfloat16, self.influence, self.seed)
             and self.float32 <= FLOAT32  # type: ignore[operator]
             and self.bfloat16 <= BFLOAT16  # type: ignore[operator]
             and self.influence > INFLUENCE  # type: ignore[operator]
@@ -132,7 +135,7 @@ def measure(architecture: str) -> Row:
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     """max|got - wanted| / max|wanted|; infinite if either holds a NaN."""
     error = (got.double() - wanted.double()).abs().max() / wanted.double().abs().max()
-    return float(error.nan_to_num(nan=float("inf")))
+    return float(error.detach().nan_to_num(nan=float("inf")))
 
 
 def by_argument(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -144,8 +147,8 @@ def by_argument(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [other]
 
 
-def measure_bfloat16(architecture: str) -> tuple[float, int]:
-    """Relative error in bfloat16 and the seed of the first steady model.
+def measure_bfloat16(architecture: str) -> tuple[float, int | None]:
+    """Relative error in bfloat16 and the seed of the first steady model (None, with the last one's error, if none is).
 
     A router's top-k is a step: where two experts score alike, rounding decides and the logits jump, in Transformers'
     own code as much as in ours. Such a model proves nothing either way. Whether it is one is decided by its own code
@@ -166,9 +169,11 @@ def measure_bfloat16(architecture: str) -> tuple[float, int]:
                 needs="a model that runs without moestro",
                 fix="Try another version of Transformers.",
             ) from error
-        if steady(model, inputs, wanted):
+        found = steady(model, inputs, wanted)
+        if found:
             break
-    return relative_error(zoo.outputs(accelerate(copy.deepcopy(model)), inputs), wanted), seed
+    distance = relative_error(zoo.outputs(accelerate(copy.deepcopy(model)), inputs), wanted)
+    return distance, seed if found else None
 
 
 def steady(model: PreTrainedModel, inputs: dict[str, Tensor], wanted: Tensor) -> bool:
@@ -251,17 +256,20 @@ def layout_of(model: nn.Module) -> str:
 
 def markdown(measured: list[Row]) -> str:
     """The page docs/reference/architectures.md, whole."""
-    lines = [_INTRODUCTION.format(version=transformers.__version__, covered=sum(r.covered for r in measured))]
+    covered = sum(r.covered for r in measured)
+    rule = {"seeds": MOST_SEEDS, "draws": NOISE_DRAWS, "steady": STEADY, "never": NEVER_STEADY}
+    lines = [_INTRODUCTION.format(version=transformers.__version__, covered=covered, **rule)]
     lines += [
-        "| architecture | model | seam | experts | float32 | bfloat16 | generate |",
-        "|---|---|---|---|--:|--:|---|",
+        "| architecture | model | seam | experts | float32 | bfloat16 | seed | generate |",
+        "|---|---|---|---|--:|--:|--:|---|",
     ]
     for row in measured:
         if row.covered:
+            seed = NEVER_STEADY if row.seed is None else row.seed
             same = {True: "same tokens", False: "differs", None: "no head"}[row.generate]
             lines.append(
                 f"| {row.architecture} | {row.model} | {row.seam} | {row.layout} "
-                f"| {row.float32:.1e} | {row.bfloat16:.1e} | {same} |"
+                f"| {row.float32:.1e} | {row.bfloat16:.1e} | {seed} | {same} |"
             )
     lines += ["", "## Not served", "", "| architecture | reason |", "|---|---|"]
     lines += [f"| {row.architecture} | {row.reason} |" for row in measured if not row.covered]
@@ -279,6 +287,12 @@ built tiny with random weights and run on a padded batch and on a single token, 
 the logits (of the last hidden states where the text model has no head). Zeroing any one layer's experts moves those by
 more than 1e-2, so agreement means the experts agree. `generate` compares eight greedy tokens. A multimodal family is
 represented by its text model.
+
+A router's choice is a step: where two experts score alike, rounding decides, and bfloat16 logits jump in Transformers'
+own code too. `bfloat16` is therefore measured on the first of at most {seeds} random models (`seed` says which) that is
+steady by Transformers' code alone: {draws} times, noise of two bfloat16 steps in every expert layer's output moves its
+logits by at most {steady:g}. *{never}* means that none was; such a row proves nothing in bfloat16 and counts as
+a failure.
 
 *interface* means that `experts_implementation="moestro"` and `moestro.accelerate(model)` both serve it; an *adapter*
 needs `accelerate`.

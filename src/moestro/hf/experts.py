@@ -21,7 +21,7 @@ from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import dense
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
-from moestro.hf.layout import K_CONTIGUOUS, make_k_contiguous
+from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.ops.expert_mlp import run
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
@@ -67,14 +67,12 @@ class RefusedError(UnsupportedError):
         self.reason = reason
 
 
-def refuse(module: nn.Module, got: str, needs: str) -> RefusedError:
+_RUN_EAGER = "The model still runs with Transformers' own code (experts_implementation='eager')."
+
+
+def refuse(module: nn.Module, got: str, needs: str, fix: str = _RUN_EAGER) -> RefusedError:
     """The error for a module that cannot be served: it names the class, and nothing has been changed yet."""
-    error = unsupported(
-        type(module).__name__,
-        got=got,
-        needs=needs,
-        fix="The model still runs with Transformers' own code (experts_implementation='eager').",
-    )
+    error = unsupported(type(module).__name__, got=got, needs=needs, fix=fix)
     return RefusedError(str(error), f"it has {got}, where moestro needs {needs}")
 
 
@@ -130,7 +128,9 @@ def plan_of(module: nn.Module, flags: Flags | None = None) -> Plan:
     if torch.compiler.is_compiling():
         constant: Plan = _constant_plan(module, flags)
         return constant
-    return settle(module, inspect(module, flags))
+    with SETTLING:
+        plan = module.__dict__.get(PLAN)
+        return settle(module, inspect(module, flags)) if plan is None else plan
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -141,7 +141,9 @@ def _constant_plan(module: nn.Module, flags: Flags) -> Plan:
 def settle(module: nn.Module, plan: Plan) -> Plan:
     """Rearrange transposed parameters where that is safe, and remember the plan in the module."""
     if plan.flags.transposed:
-        layouts = [make_k_contiguous(getattr(module, name)) for name in (plan.flags.up_name, "down_proj")]
+        separate_state(module)
+        with SETTLING:
+            layouts = [make_k_contiguous(getattr(module, name)) for name in (plan.flags.up_name, "down_proj")]
         plan = replace(plan, layout=next((text for text in layouts if text != K_CONTIGUOUS), K_CONTIGUOUS))
     module.__dict__[PLAN] = plan
     return plan

@@ -7,11 +7,17 @@ transposed view of the result: same object, same shape, same values at every ind
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 K_CONTIGUOUS = "K-contiguous"
 STRIDED = "strided"
+
+SETTLING = threading.RLock()
+"""Held while storage is rearranged: two threads may call a module for the first time at once."""
 
 
 def is_k_contiguous(weight: Tensor) -> bool:
@@ -28,6 +34,10 @@ def why_not_in_place(weight: Tensor) -> str | None:
         return "it has no storage yet"
     if type(weight) not in (nn.Parameter, Tensor):
         return f"it is a {type(weight).__name__}, whose storage belongs to somebody else"
+    if weight.is_inference():
+        return "it is an inference tensor"
+    if not weight.is_leaf:
+        return "it is computed from other tensors"
     if not weight.is_contiguous():
         return "it is not contiguous"
     storage = weight.untyped_storage()
@@ -43,6 +53,8 @@ def why_not_in_place(weight: Tensor) -> str | None:
 def make_k_contiguous(weight: nn.Parameter) -> str:
     """Rearrange `weight` [E, K, N] in place where that is safe, with one expert's matrix as temporary storage.
 
+    An exception on the way (Ctrl-C too) leaves it as it was.
+
     Returns:
         "K-contiguous", or "strided (reason)" when the storage was left as it was.
     """
@@ -55,10 +67,39 @@ def make_k_contiguous(weight: nn.Parameter) -> str:
     with torch.inference_mode(False), torch.no_grad():
         stored = weight.detach().view(-1, columns, rows)
         turned = torch.empty_like(stored[0])
-        for matrix in stored:
-            matrix.copy_(turned.copy_(matrix.view(rows, columns).t()))
-        weight.data = stored.transpose(1, 2)
+        start = stored._version  # counts finished copies, in the same uninterruptible call that makes them
+        try:
+            for matrix in stored:
+                matrix.copy_(turned.copy_(matrix.view(rows, columns).t()))
+            weight.data = stored.transpose(1, 2)
+        except BaseException:
+            if not is_k_contiguous(weight):
+                _turn_back(stored[: stored._version - start], turned)
+            raise
     return K_CONTIGUOUS
+
+
+def separate(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """State dict hook: contiguous copies of this module's strided parameters, as safetensors files need them.
+
+    With ``keep_vars=True`` the state dict holds the parameters themselves, and they stay.
+    """
+    for name in module._parameters:
+        tensor = state.get(prefix + name)
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
+            state[prefix + name] = tensor.contiguous()
+
+
+def separate_state(module: nn.Module) -> None:
+    """Have `separate` run for every state dict of `module`, once."""
+    if separate not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(separate)
+
+
+def _turn_back(finished: Tensor, spare: Tensor) -> None:
+    columns, rows = spare.shape
+    for matrix in finished:
+        matrix.view(rows, columns).copy_(spare.view(rows, columns).copy_(matrix.t()))
 
 
 def _users(tensor: Tensor) -> int:

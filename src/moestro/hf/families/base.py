@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moestro.hf.experts import PLAN, Plan, check_dense, refuse
+from moestro.hf.layout import SETTLING, why_not_in_place
 
 
 @dataclass(frozen=True)
@@ -60,47 +62,66 @@ def differentiates(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-class Joint:
-    """Tensors of several parameters in one piece of memory, which the parameters are views of.
+def plain(module: nn.Module, name: str, wanted: type[nn.Module] | str) -> Any:
+    """The sub-module `name`, whose parameters an adapter reads past its forward.
 
-    A copied or unpickled module finds None in its place: its parameters are separate again.
+    Args:
+        module: what the adapter serves.
+        name: of the sub-module.
+        wanted: the class it must be, or the name of a class of Transformers.
+
+    Raises:
+        UnsupportedError: it is wrapped or replaced (LoRA): what its forward adds would be lost.
     """
-
-    def __init__(self, whole: Tensor, parts: list[Tensor]) -> None:
-        self.whole = whole
-        self.places = [(p.data_ptr(), p.stride()) for p in parts]
-
-    def holds(self, parameters: list[Tensor]) -> bool:
-        """Whether the parameters still are the views that were made of them."""
-        whole = self.whole
-        return all(
-            p.data_ptr() == place and p.stride() == stride and p.dtype == whole.dtype and p.device == whole.device
-            for p, (place, stride) in zip(parameters, self.places, strict=True)
+    layer = module.get_submodule(name)
+    own = type(layer)
+    known = own is wanted or (own.__name__ == wanted and own.__module__.startswith("transformers."))
+    if not known:
+        raise refuse(
+            module,
+            f"{name} as {own.__module__}.{own.__name__}",
+            f"a plain {wanted if isinstance(wanted, str) else wanted.__name__}, whose weights it reads directly",
+            "Adapt other layers, merge the adapter before the call, or run the model without moestro.",
         )
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    return layer
 
 
-def join(module: nn.Module, name: str, parameters: list[Tensor], dim: int) -> Tensor:
+def join(parameters: list[Tensor], dim: int) -> Tensor:
     """`parameters`, all of one shape, stacked along a new dimension `dim`.
 
-    Where autograd needs the parameters themselves the result is a differentiable copy. Otherwise they are moved into
-    one storage, once, and become views of it: nothing is kept twice. What moved since (``.to()``, a copy) moves again.
+    Where autograd needs the parameters themselves, or somebody else looks at their bytes, the result is a copy.
+    Otherwise they are moved into one storage, once, and become views of it: nothing is kept twice. What moved since
+    (``.to()``, a copy) moves again.
     """
     if differentiates(parameters) or torch.compiler.is_compiling():
         return torch.stack(parameters, dim)
-    key = f"{PLAN}_{name}"
-    joint: Joint | None = module.__dict__.get(key)
-    if joint is not None and joint.holds(parameters):
-        return joint.whole
+    with SETTLING, torch.no_grad():
+        whole = _joined(parameters, dim)
+        if whole is not None:
+            return whole
+        apart = len({p.data_ptr() for p in parameters}) == len(parameters)
+        if not apart or any(why_not_in_place(p) is not None for p in parameters):
+            return torch.stack(parameters, dim)
+        with torch.inference_mode(False):
+            whole = torch.stack([p.detach() for p in parameters], dim)
+            for parameter, part in zip(parameters, whole.unbind(dim), strict=True):
+                parameter.data = part
+        return whole
+
+
+def _joined(parameters: list[Tensor], dim: int) -> Tensor | None:
+    """The tensor that the parameters are the slices of along `dim`, if they lie in memory that way."""
     first = parameters[0]
-    with torch.inference_mode(False), torch.no_grad():
-        shape = [*first.shape[:dim], len(parameters), *first.shape[dim:]]
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-        parts = list(whole.unbind(dim))
-        for parameter, part in zip(parameters, parts, strict=True):
-            part.copy_(parameter)
-            parameter.data = part
-    module.__dict__[key] = Joint(whole, parts)
-    return whole
+    shape = [*first.shape[:dim], len(parameters), *first.shape[dim:]]
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    step = strides.pop(dim)
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    lie = all(
+        p.stride() == tuple(strides)
+        and p.storage_offset() == offset + i * step
+        and p.untyped_storage().data_ptr() == storage
+        and p.dtype == first.dtype
+        and p.device == first.device
+        for i, p in enumerate(parameters)
+    )
+    return first.detach().as_strided(shape, [*strides[:dim], step, *strides[dim:]], offset) if lie else None

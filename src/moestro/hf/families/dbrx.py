@@ -14,16 +14,14 @@ from moestro.formats import dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, join, present, recall, remember
-from moestro.hf.layout import STRIDED
+from moestro.hf.families.base import Adapter, join, plain, present, recall, remember
+from moestro.hf.layout import STRIDED, separate_state
 from moestro.types import Activation
 from moestro.weights import ExpertWeights
 
-_JOINED = ("w1", "v1")
-
 
 def inspect(module: Any) -> Plan:
-    mlp = module.get_submodule("mlp")
+    mlp = _mlp(module)
     present(mlp, mlp.parameters())
     found = recognise(lambda z: experts.glu(mlp.activation_fn, z), True)
     if found.function is None:
@@ -34,29 +32,25 @@ def inspect(module: Any) -> Plan:
 
 
 def settle(module: Any, plan: Plan) -> Plan:
-    mlp = module.get_submodule("mlp")
-    if separate not in mlp._state_dict_hooks.values():
-        mlp.register_state_dict_post_hook(separate)
+    separate_state(_mlp(module))
     return remember(module, plan)
-
-
-def separate(mlp: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """State dict hook: give each joined matrix storage of its own, as files need it."""
-    for name in _JOINED:
-        state[prefix + name] = state[prefix + name].contiguous()
 
 
 def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str) -> Tensor:
     """DbrxExperts: hidden_states [B, S, H], ids and weights [B * S, K] -> [B, S, H]."""
-    mlp = module.get_submodule("mlp")
+    mlp = _mlp(module)
     shape = (int(module.num_experts), -1, int(module.hidden_size))
-    gate_up = join(mlp, "gate_up", [mlp.get_parameter(name) for name in _JOINED], dim=1)
+    gate_up = join([mlp.w1, mlp.v1], dim=1)
     weights = ExpertWeights(
         dense(gate_up.view(shape)),
-        dense(mlp.get_parameter("w2").view(shape).transpose(1, 2)),
+        dense(mlp.w2.view(shape).transpose(1, 2)),
         activation=recall(module, inspect).activation,
     )
     return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy)
+
+
+def _mlp(module: Any) -> Any:
+    return plain(module, "mlp", "DbrxExpertGLU")
 
 
 DBRX = Adapter("DBRX", "DbrxExperts", inspect, settle, forward, "three matrices over all experts")

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moestro.formats import dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, present, recall, remember
+from moestro.hf.families.base import Adapter, plain, present, recall, remember
 from moestro.weights import ExpertWeights
 
 
@@ -52,7 +52,7 @@ def forward(module: Any, hidden_states: Tensor, *, strategy: str, **_: object) -
 
 
 def _embeddings(module: Any) -> tuple[Tensor, Tensor]:
-    return module.get_parameter("down_embed.weight"), module.get_parameter("up_embed.weight")
+    return plain(module, "down_embed", nn.Embedding).weight, plain(module, "up_embed", nn.Embedding).weight
 
 
 DOGE = Adapter("Doge", "DogeCDMoE", inspect, remember, forward, "embedding rows, not gated")

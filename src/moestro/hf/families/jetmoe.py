@@ -15,7 +15,7 @@ from moestro.formats import dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, present, recall, remember
+from moestro.hf.families.base import Adapter, plain, present, recall, remember
 from moestro.weights import ExpertWeights
 
 
@@ -40,7 +40,9 @@ def forward(module: Any, layer_input: Tensor, *, strategy: str) -> Tensor:
 
 
 def _matrices(module: Any) -> tuple[Tensor, Tensor]:
-    return module.get_parameter("input_linear.weight"), module.get_parameter("output_linear.weight")
+    layers = (plain(module, name, "JetMoeParallelExperts") for name in ("input_linear", "output_linear"))
+    gate_up, down = (layer.weight for layer in layers)
+    return gate_up, down
 
 
 JETMOE = Adapter("JetMoE", "JetMoeMoE", inspect, remember, forward, "attention experts left alone", left=("JetMoeMoA",))

@@ -6,7 +6,6 @@ Their weights are stacked once, in place: the linear layers keep their parameter
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from moestro.formats import PackedTensor, dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, join, present, recall, remember
+from moestro.hf.families.base import Adapter, join, plain, present, recall, remember
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -36,10 +35,7 @@ NLLB_NAMES = Names("fc1", "fc2")
 
 
 def inspect(names: Names, module: Any) -> Plan:
-    layers = [getattr(e, name) for e in _experts(module) for name in (names.first, names.second)]
-    changed = sorted({type(layer).__name__ for layer in layers if type(layer) is not nn.Linear})
-    if changed:
-        raise experts.refuse(module, f"experts made of {', '.join(changed)}", "experts made of plain nn.Linear")
+    layers = [*_layers(module, names.first), *_layers(module, names.second)]
     present(module, (p for layer in layers for p in layer.parameters()))
     dtypes = sorted({str(layer.weight.dtype) for layer in layers})
     if len(dtypes) > 1:
@@ -51,19 +47,19 @@ def expert_weights(names: Names, module: Any) -> ExpertWeights:
     """All experts' linear layers as one value: gate_up [E, I, H], down [E, H, I], biases where they exist."""
     own = _experts(module)
 
-    def weight(layer: str) -> PackedTensor:
-        return dense(join(module, f"{layer}.weight", [getattr(e, layer).weight for e in own], dim=0))
+    first, second = _layers(module, names.first), _layers(module, names.second)
 
-    def bias(layer: str) -> Tensor | None:
-        biases = [getattr(e, layer).bias for e in own]
-        return None if biases[0] is None else join(module, f"{layer}.bias", biases, dim=0)
+    def weight(layers: list[Any]) -> PackedTensor:
+        return dense(join([layer.weight for layer in layers], dim=0))
+
+    def bias(layers: list[Any]) -> Tensor | None:
+        return None if layers[0].bias is None else join([layer.bias for layer in layers], dim=0)
 
     activation = recall(module, partial(inspect, names)).activation
     dropout = own[0].dropout
     if module.training and dropout.p > 0:
         act = own[0].act
         activation = Activation("custom", gated=False, function=lambda z: dropout(act(z)))
-    first, second = names.first, names.second
     return ExpertWeights(weight(first), weight(second), bias(first), bias(second), activation)
 
 
@@ -77,25 +73,18 @@ def forward_switch(
     return experts.run_rows(hidden_states, Routing(ids, routing_weights.float()), weights, strategy)
 
 
-class Meaning(Enum):
-    """What NllbMoeExperts.forward makes of a 0/1 mask [T, E] of first choices and weights [T, E].
-
-    BY_VALUE: the *value* of the mask is the expert: slots marked 1 go to expert 1, all others to expert 0. This is
-    what Transformers 5.17 to 5.23 compute, whatever the checkpoint meant.
-    BY_SLOT: every slot with a weight goes to its own expert, as the paper has it.
-    FIRST_CHOICE: only the slot marked 1 goes to its own expert.
-    """
-
-    BY_VALUE = 5.25
-    BY_SLOT = 52.5
-    FIRST_CHOICE = 50.0
+_BY_VALUE = 5.25
 
 
 @cache
-def meaning_of(own: Any) -> Meaning:
-    """Ask the forward of the family's own experts class, with experts that multiply by 1, 10, 100 and 1000.
+def check_mask(own: Any) -> None:
+    """Check what the family's own experts class makes of its 0/1 mask [T, E] of first choices and weights [T, E].
 
-    One token with weights 0, 1/4, 1/2, 0 and slot 2 marked tells the three apart (the values of `Meaning`).
+    In Transformers 5.17 to 5.23 the *value* of the mask is the expert: slots marked 1 go to expert 1, all others to
+    expert 0. Asked here with experts that multiply by 1, 10, 100 and 1000, slot 2 marked and weights 0, 1/4, 1/2, 0.
+
+    Raises:
+        UnsupportedError: it means something else.
     """
     stand_in = own.__new__(own)
     nn.ModuleDict.__init__(stand_in)
@@ -103,19 +92,17 @@ def meaning_of(own: Any) -> Meaning:
     for e in range(4):
         stand_in[f"expert_{e}"] = _Times(10.0**e)
     answer = float(stand_in(torch.ones(1, 1), torch.tensor([[0, 0, 1, 0]]), torch.tensor([[0.0, 0.25, 0.5, 0.0]])))
-    for meaning in Meaning:
-        if meaning.value == answer:
-            return meaning
-    raise unsupported(
-        own.__name__,
-        got=f"a forward that answers {answer} to the probe",
-        needs=f"one of {', '.join(f'{m.value} ({m.name})' for m in Meaning)}",
-        fix="This version of Transformers means something else by its mask; run the model as it is.",
-    )
+    if answer != _BY_VALUE:
+        raise unsupported(
+            own.__name__,
+            got=f"a forward that answers {answer} to the probe",
+            needs=f"{_BY_VALUE}, as Transformers 5.17 to 5.23 compute",
+            fix="This version of Transformers means something else by its mask; run the model as it is.",
+        )
 
 
 def inspect_nllb(module: Any) -> Plan:
-    meaning_of(module.__class__)
+    check_mask(module.__class__)
     return inspect(NLLB_NAMES, module)
 
 
@@ -123,14 +110,9 @@ def forward_nllb(
     module: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor, *, strategy: str
 ) -> Tensor:
     """NllbMoeExperts: rows [T, H], a 0/1 mask [T, E] of first choices and weights [T, E] -> [T, H]."""
-    meaning, first = meaning_of(module.__class__), router_mask.bool()
-    probs = router_probs.float()
-    if meaning is Meaning.BY_VALUE:
-        probs = torch.stack([probs.masked_fill(first, 0).sum(-1), probs.masked_fill(~first, 0).sum(-1)], -1)
-        ids = torch.arange(2, device=probs.device).expand(probs.shape)
-    else:
-        probs = probs if meaning is Meaning.BY_SLOT else probs.masked_fill(~first, 0)
-        probs, ids = probs.topk(2, dim=-1)
+    first, probs = router_mask.bool(), router_probs.float()
+    probs = torch.stack([probs.masked_fill(first, 0).sum(-1), probs.masked_fill(~first, 0).sum(-1)], -1)
+    ids = torch.arange(2, device=probs.device).expand(probs.shape)
     weights = expert_weights(NLLB_NAMES, module)
     dropout = float(module.moe_token_dropout)
     if dropout > 0 and module.training:
@@ -152,6 +134,11 @@ class _Times(nn.Module):
 
 def _experts(module: Any) -> list[Any]:
     return [m for name, m in module.named_children() if name.startswith("expert_")]
+
+
+def _layers(module: Any, name: str) -> list[Any]:
+    paths = [f"{e}.{name}" for e, _ in module.named_children() if e.startswith("expert_")]
+    return [plain(module, path, nn.Linear) for path in paths]
 
 
 _LAYOUT = "two linear layers an expert, not gated"

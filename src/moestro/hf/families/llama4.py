@@ -13,19 +13,19 @@ from torch import Tensor
 
 from moestro.hf import experts
 from moestro.hf.experts import Flags, Plan
-from moestro.hf.families.base import Adapter, present, remember
+from moestro.hf.families.base import Adapter, plain, present, remember
 
 TRANSPOSED = Flags(transposed=True)
 
 
 def inspect(module: Any) -> Plan:
-    inner = module.get_submodule("experts")
+    inner = _inner(module)
     present(inner, inner.parameters())
     return experts.inspect(inner, TRANSPOSED)
 
 
 def settle(module: Any, plan: Plan) -> Plan:
-    return remember(module, experts.settle(module.get_submodule("experts"), plan))
+    return remember(module, experts.settle(_inner(module), plan))
 
 
 def forward(module: Any, hidden_states: Tensor, *, strategy: str) -> tuple[Tensor, Tensor]:
@@ -33,11 +33,15 @@ def forward(module: Any, hidden_states: Tensor, *, strategy: str) -> tuple[Tenso
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, logits = module.router(rows)
     weights, ids = scores.topk(module.top_k, dim=-1)
-    inner = module.get_submodule("experts")
+    inner = _inner(module)
     expert_weights = experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
     routing = replace(experts.trusted_routing(ids, weights, expert_weights.num_experts), weight_on="input")
     routed = experts.run_rows(rows, routing, expert_weights, strategy)
     return module.shared_expert(rows) + routed, logits
+
+
+def _inner(module: Any) -> Any:
+    return plain(module, "experts", "Llama4TextExperts")
 
 
 LLAMA4 = Adapter("Llama 4", "Llama4TextMoe", inspect, settle, forward, "transposed, weight on the input")

@@ -18,7 +18,7 @@ from moestro.weights import ExpertWeights
 def inspect(module: Any) -> Plan:
     num_experts = _num_experts(module)
     if num_experts:
-        gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+        gate_up, down = module.gate_up_proj, module.down_proj
         present(module, (gate_up, down))
         if len(gate_up) < num_experts or len(down) != num_experts:
             raise experts.refuse(
@@ -38,8 +38,8 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     if num_experts == 0:
         return identity
     weights = ExpertWeights(
-        dense(module.get_parameter("gate_up_proj")[:num_experts]),
-        dense(module.get_parameter("down_proj")),
+        dense(module.gate_up_proj[:num_experts]),
+        dense(module.down_proj),
         activation=recall(module, inspect).activation,
     )
     return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy) + identity
