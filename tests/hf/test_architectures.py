@@ -93,7 +93,7 @@ def test_every_module_that_transformers_prepared_for_its_interface_is_walked():
 
 def test_shared_experts_are_no_routed_ones_and_a_family_may_be_called_shared():
     assert not any(map(routes, ("AriaSharedExpertsMLP", "InklingSharedExperts", "SomeSharedExpert")))
-    assert all(map(routes, ("GraniteMoeSharedExperts", "GraniteMoeSharedMoE")))
+    assert routes("GraniteMoeSharedMoE")
 
 
 def test_the_page_lists_what_the_registry_holds():
