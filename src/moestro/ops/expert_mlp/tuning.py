@@ -48,8 +48,8 @@ def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
     """Pick by T * K against alpha * E.
 
     Few pairs touch few experts, and a walk over the pairs themselves costs less than ordering them; from there on
-    rows are grouped by expert. Blockwise and all_experts are never faster in plain torch (docs/log.md) and run
-    only when asked for.
+    rows are grouped by expert. Blockwise and all_experts do strictly more work in plain torch, and run only when
+    asked for.
     """
     limit = SELECTIVE_ALPHA * num_experts
     if num_pairs <= limit:
