@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,9 @@ def test_readme_has_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert 'pip install -c constraints.txt . && moestro generate "def fibonacci(n):"' in text
     assert 'pip install -c constraints.txt ".[test]" && pytest' in text
+
+
+def test_the_readme_table_is_what_the_results_say() -> None:
+    summary = [sys.executable, str(ROOT / "benchmarks" / "summary.py")]
+    found = subprocess.run(summary, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() in (ROOT / "README.md").read_text()

@@ -87,7 +87,7 @@ def choose_way(num_rows: int, stack: Tensor) -> Way:
     if stack.device.type != "cpu" or dtype == torch.float64 or small_experts(stack):
         return Way.ROWS
     if dtype == torch.float32:
-        return Way.COLUMNS if 6 <= num_rows < 56 else Way.ROWS
+        return Way.COLUMNS if 6 <= num_rows < 40 else Way.ROWS
     if num_rows == 1 and dtype == torch.bfloat16:
         return Way.VECTOR
     if dtype == torch.bfloat16 and multiplies_bfloat16():
