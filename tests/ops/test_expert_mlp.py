@@ -82,7 +82,7 @@ def test_large_experts_go_every_way(monkeypatch, strategy, dtype, activation):
     seen = set()
     for module in (plain, tuning):
         choose = tuning.choose_way
-        monkeypatch.setattr(module, "choose_way", lambda n, w, c=choose: seen.add(c(n, w)) or c(n, w), raising=False)
+        monkeypatch.setattr(module, "choose_way", lambda *a, c=choose: seen.add(c(*a)) or c(*a), raising=False)
     for num_tokens, native in itertools.product((1, 3, 12, 90, 400), (True, False)):
         monkeypatch.setattr(tuning, "multiplies_bfloat16", lambda native=native: native)
         sizes = problems.Sizes(num_tokens, 72, 40, 3, 2)
@@ -93,7 +93,7 @@ def test_large_experts_go_every_way(monkeypatch, strategy, dtype, activation):
             torch.float32: {mm.Way.ROWS, mm.Way.COLUMNS},
             torch.float64: {mm.Way.ROWS},
             torch.float16: {mm.Way.WIDEN, mm.Way.WIDEN_COLUMNS},
-            torch.bfloat16: set(mm.Way),
+            torch.bfloat16: set(mm.Way) - ({mm.Way.ROWS} if activation.interleaved else set()),
         }
         assert seen == expected[dtype]
 
