@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from moestro.errors import invalid_input
-from moestro.formats import PackedTensor, dense
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts, dense
 from moestro.types import SWIGLU, Activation, register_pytree
 
 OutputNorm = Callable[[Tensor], Tensor]
@@ -30,8 +30,8 @@ class ExpertWeights:
         InvalidInputError: the shapes do not belong together, or lie on several devices.
     """
 
-    gate_up: PackedTensor
-    down: PackedTensor
+    gate_up: StoredExperts
+    down: StoredExperts
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: Activation = field(default=SWIGLU)
@@ -40,7 +40,7 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         e, n, h = self.gate_up.shape
         halves = 2 if self.activation.gated else 1
-        if n % halves or self.down.shape != (e, h, n // halves):
+        if n % halves or tuple(self.down.shape) != (e, h, n // halves):
             raise invalid_input(
                 "ExpertWeights",
                 got=f"gate_up {[e, n, h]} and down {list(self.down.shape)}",
@@ -81,7 +81,7 @@ class ExpertWeights:
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor the weights are made of."""
         biases = (self.gate_up_bias, self.down_bias)
-        return (self.gate_up.data, self.down.data, *(b for b in biases if b is not None))
+        return (*self.gate_up.tensors, *self.down.tensors, *(b for b in biases if b is not None))
 
     @property
     def num_experts(self) -> int:
@@ -102,4 +102,5 @@ class ExpertWeights:
 
 
 register_pytree(PackedTensor, static=("format",))
+register_pytree(SplitTensor)
 register_pytree(ExpertWeights, static=("activation", "output_norm"))

@@ -387,8 +387,8 @@ def test_errors_name_the_way_out(case):
 
 
 def test_what_is_not_supported_says_so():
-    packed = PackedTensor(torch.zeros(2, 6, 4, dtype=torch.uint8), WeightFormat("int8", 8, torch.uint8))
-    down = PackedTensor(torch.zeros(2, 4, 3, dtype=torch.uint8), WeightFormat("int8", 8, torch.uint8))
+    packed = PackedTensor(torch.zeros(2, 6, 4, dtype=torch.uint8), WeightFormat("int8", "int8", 8, torch.uint8))
+    down = PackedTensor(torch.zeros(2, 4, 3, dtype=torch.uint8), WeightFormat("int8", "int8", 8, torch.uint8))
     with pytest.raises(
         UnsupportedError, match=r"\[merge_experts\] got weights in format int8.*Merge before quantising"
     ):

@@ -1,8 +1,8 @@
-"""What every weight format says of itself."""
+"""What every weight format says of itself, and weights stored in one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,51 +11,208 @@ from moestro.errors import invalid_input
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """Which weights share a scale, and how scales are stored.
+
+    Attributes:
+        rows, columns: weights of a block that share one scale; 0 for all rows, or all columns, of a matrix.
+        dtypes: the scale dtypes that are read; the first is the one that `quantize` writes.
+        zeros: whether each block also has a zero point (uint8).
+        global_scales: whether each matrix also has a float32 factor for all of its scales.
+    """
+
+    rows: int
+    columns: int
+    dtypes: tuple[torch.dtype, ...]
+    zeros: bool = False
+    global_scales: bool = False
+
+    def blocks(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Blocks down and across a matrix of this size; the last of either may be cut off."""
+        down = -(-num_rows // self.rows) if self.rows else 1
+        across = -(-num_columns // self.columns) if self.columns else 1
+        return down, across
+
+
+@dataclass(frozen=True)
 class WeightFormat:
     """A stored number system.
 
     Attributes:
-        name: what users write ("bfloat16").
-        bits: bits per stored weight, scales included.
+        name: what users write ("bfloat16", "mxfp4").
+        element: the encoding of one weight ("bfloat16", "e4m3", "e2m1", "int8", "int4", "uint4").
+        bits: bits per stored weight, scales included (scales of whole rows or matrices, a vanishing part, are not).
         storage: dtype of the tensor that holds the data.
+        per_item: weights in one item of the data.
+        scaling: which weights share a scale; None where a weight is its own value.
     """
 
     name: str
+    element: str
     bits: float
     storage: torch.dtype
+    per_item: int = 1
+    scaling: Scaling | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the data is an ordinary floating-point tensor."""
+        return self.scaling is None
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """Expert weights as stored: the data, and the format that says how to read it.
+    """Weights as stored: the data, what goes with it, and the format that says how to read both.
+
+    A stack of experts [E, N, K], or one matrix [N, K]; K is the dimension that a product sums over. Sizes below are
+    those of a matrix; a stack has E in front of each.
 
     Attributes:
-        data: [E, N, K] for the dense formats, any strides; a transposed checkpoint is passed as a transposed view.
-        format: the `WeightFormat` of `data`.
+        data: [N, K / per_item] of the format's storage dtype. Dense formats take any strides; a transposed
+            checkpoint is passed as a transposed view.
+        format: the `WeightFormat`.
+        scales: [blocks down, blocks across], for formats with a scaling.
+        zeros: like scales, uint8, for formats with zero points.
+        global_scales: one float32 a matrix ([] for a matrix, [E] for a stack), for formats that have it.
 
     Raises:
-        InvalidInputError: the data is not three-dimensional or not of the format's storage dtype.
+        InvalidInputError: the tensors are not of the dtypes and shapes the format says.
     """
 
     data: Tensor
     format: WeightFormat
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    global_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.data.dim() != 3 or self.data.dtype != self.format.storage:
+        if self.data.dim() not in (2, 3) or self.data.dtype != self.format.storage:
             raise invalid_input(
                 "PackedTensor",
                 got=f"{self.data.dtype} data of shape {list(self.data.shape)} for format {self.format.name}",
-                needs=f"{self.format.storage} data of shape [num_experts, rows, columns]",
+                needs=f"{self.format.storage} data of shape [num_experts, rows, columns], or [rows, columns]",
                 fix="Stack the experts along dimension 0 and name the format the data is stored in.",
+            )
+        scaling = self.format.scaling
+        lead = self.data.shape[:-2]
+        n, k = self.shape[-2:]
+        grid = None if scaling is None else (*lead, *scaling.blocks(n, k))
+        has_zeros = scaling is not None and scaling.zeros
+        has_global = scaling is not None and scaling.global_scales
+        self._check("scales", self.scales, grid, () if scaling is None else scaling.dtypes)
+        self._check("zeros", self.zeros, grid if has_zeros else None, (torch.uint8,))
+        self._check("global_scales", self.global_scales, tuple(lead) if has_global else None, (torch.float32,))
+
+    def _check(
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        if tensor is None and shape is None:
+            return
+        if tensor is None or shape is None or tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            got = f"no {name}" if tensor is None else f"{name} {list(tensor.shape)} of {tensor.dtype}"
+            needs = f"no {name}" if shape is None else f"{list(shape)} of {' or '.join(map(str, dtypes))}"
+            raise invalid_input(
+                "PackedTensor",
+                got=f"{got} for {self.format.name} data {list(self.data.shape)}",
+                needs=needs,
+                fix="Pass what the format's page in docs/reference/formats.md lists.",
             )
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """The logical shape [E, N, K], whatever the packing."""
-        e, n, k = self.data.shape
-        return e, n, k
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [E, N, K] or [N, K], whatever the packing."""
+        return (*self.data.shape[:-1], self.data.shape[-1] * self.format.per_item)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor it is made of: data, scales, zeros, global_scales."""
+        return tuple(t for t in (self.data, self.scales, self.zeros, self.global_scales) if t is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts as stored."""
-        return self.data.numel() * self.data.element_size()
+        """Bytes as stored, scales included."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def __getitem__(self, expert: int) -> PackedTensor:
+        """One expert's matrix of a stack; nothing is copied."""
+        parts = (None if t is None else t[expert] for t in (self.scales, self.zeros, self.global_scales))
+        return PackedTensor(self.data[expert], self.format, *parts)
+
+    def blocks(self, expert: int) -> tuple[PackedTensor, ...]:
+        """The matrices that make up one expert's rows, top to bottom: here a single one."""
+        return (self[expert],)
+
+    def rows(self, start: int, stop: int) -> PackedTensor:
+        """Rows start to stop of a matrix; nothing is copied. `start` is a multiple of the scaling's rows."""
+        if self.format.is_dense:
+            return replace(self, data=self.data[start:stop])
+        scaling = self.format.scaling
+        assert scaling is not None
+        height = scaling.rows
+        assert not height or start % height == 0
+        part = slice(start // height, -(-stop // height)) if height else slice(None)
+        cut = [None if t is None else t[part] for t in (self.scales, self.zeros)]
+        return replace(self, data=self.data[start:stop], scales=cut[0], zeros=cut[1])
+
+
+@dataclass(frozen=True, eq=False)
+class SplitTensor:
+    """Experts whose matrices lie apart, as checkpoints with one tensor a projection store them.
+
+    Attributes:
+        matrices: for each expert, the matrices whose rows, one after the other, are its [N, K]: one for down, gate and
+            then up for a gated first projection. All of one format and, over the experts, of the same shapes.
+
+    Raises:
+        InvalidInputError: no experts, or matrices that differ in format, shape or device.
+    """
+
+    matrices: tuple[tuple[PackedTensor, ...], ...]
+
+    def __post_init__(self) -> None:
+        kinds = {tuple((m.format, m.shape, m.device) for m in expert) for expert in self.matrices}
+        first = self.matrices[0] if self.matrices else ()
+        same = len({(m.format, m.shape[-1], m.device) for m in first}) == 1 and all(m.data.dim() == 2 for m in first)
+        if len(kinds) != 1 or not same:
+            raise invalid_input(
+                "SplitTensor",
+                got=f"{len(self.matrices)} experts of {len(kinds)} different kinds of matrices",
+                needs="at least one expert, and for each the same matrices: one format, one device, equal widths",
+                fix="Read the experts of one layer from one checkpoint.",
+            )
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.matrices[0][0].format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [E, N, K]."""
+        first = self.matrices[0]
+        return (len(self.matrices), sum(m.shape[0] for m in first), first[0].shape[1])
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor it is made of, expert by expert."""
+        return tuple(t for expert in self.matrices for m in expert for t in m.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, scales included."""
+        return sum(m.nbytes for expert in self.matrices for m in expert)
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrices[0][0].device
+
+    def blocks(self, expert: int) -> tuple[PackedTensor, ...]:
+        """The matrices that make up one expert's rows, top to bottom."""
+        return self.matrices[expert]
+
+
+StoredExperts = PackedTensor | SplitTensor
+"""The weights of E experts in one projection, stacked or apart."""

@@ -42,8 +42,7 @@ def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out
     if mixed or small_experts(weights.gate_up.data):
         ways = [Way.ROWS] * len(spans)
     else:
-        strided = weights.activation.interleaved
-        ways = [choose_way(stop - start, weights.gate_up.data, strided) for _, start, stop in spans]
+        ways = [choose_way(stop - start, weights.gate_up.data) for _, start, stop in spans]
     wide = torch.float32 if not mixed and widens(stored, device.type) else torch.promote_types(rows.dtype, stored)
 
     h = matmul_spans(rows, weights.gate_up.data, spans, ways, wide, None)

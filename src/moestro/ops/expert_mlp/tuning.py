@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -82,20 +81,17 @@ def multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def choose_way(num_rows: int, stack: Tensor, interleaved: bool = False) -> Way:
-    """How to multiply `num_rows` rows by one matrix of the stack [E, N, K] (thresholds measured; see docs/log.md).
-
-    Interleaved gate and up are strided in rows and contiguous in columns, which pays for columns at any height.
-    """
+def choose_way(num_rows: int, stack: Tensor) -> Way:
+    """How to multiply `num_rows` rows by one matrix of the stack [E, N, K] (thresholds measured; see docs/log.md)."""
     dtype = stack.dtype
     if stack.device.type != "cpu" or dtype == torch.float64 or small_experts(stack):
         return Way.ROWS
     if dtype == torch.float32:
-        return Way.COLUMNS if 6 <= num_rows < (40 if not interleaved else math.inf) else Way.ROWS
+        return Way.COLUMNS if 6 <= num_rows < 40 else Way.ROWS
     if num_rows == 1 and dtype == torch.bfloat16:
         return Way.VECTOR
     if dtype == torch.bfloat16 and multiplies_bfloat16():
-        return Way.COLUMNS if num_rows < 112 or interleaved else Way.ROWS
+        return Way.COLUMNS if num_rows < 112 else Way.ROWS
     return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
 
 
