@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -126,15 +127,19 @@ def _digest(entry: Entry, expected: tuple[int, int, int, int], count: Callable[[
     with open_file(entry.file) as file:
         if identity(file) != expected:
             raise _mismatch(entry.file, "a file that changed after it was opened", "one that stays as it is")
-        try:
-            file.seek(entry.start)
-            while left:
-                nbytes = file.readinto(buffer[:left])  # type: ignore[attr-defined]
-                if not nbytes:
-                    raise _mismatch(entry.file, f"its end {left} bytes early", "a file that stays as it is")
-                digest.update(buffer[:nbytes])
-                left -= nbytes
-                count(nbytes)
-        except OSError as error:
-            raise unreadable(entry.file, error) from error
+        file.seek(entry.start)
+        while left:
+            nbytes = _read(file, buffer[:left], entry.file)
+            if not nbytes:
+                raise _mismatch(entry.file, f"its end {left} bytes early", "a file that stays as it is")
+            digest.update(buffer[:nbytes])
+            left -= nbytes
+            count(nbytes)
     return digest.hexdigest()
+
+
+def _read(file: BinaryIO, buffer: memoryview, path: Path) -> int:
+    try:
+        return int(file.readinto(buffer))  # type: ignore[attr-defined]
+    except OSError as error:
+        raise unreadable(path, error) from error

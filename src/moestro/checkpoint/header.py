@@ -288,7 +288,7 @@ def parse_header(text: bytes, file: Path, size: int) -> tuple[Entry, ...]:
     _check_metadata(fields.pop(METADATA, None), file)
     begin = _LENGTH.size + len(text)
     entries = [_entry(name, value, file, begin) for name, value in fields.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    entries.sort(key=lambda entry: (entry.start, entry.stop, entry.name))
     _check_cover(entries, file, begin, size)
     return tuple(entries)
 
