@@ -1,6 +1,25 @@
 """Stored number systems as values. A format is data, never a flag, and never guessed."""
 
 from moestro.formats.base import PackedTensor, Scaling, SplitTensor, StoredExperts, WeightFormat
+from moestro.formats.decode import dequantize
 from moestro.formats.dense import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dense
+from moestro.formats.encode import check_shape, quantize
+from moestro.formats.registry import FORMATS, find_format
 
-__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "FLOAT64", "PackedTensor", "Scaling", "SplitTensor", "StoredExperts", "WeightFormat", "dense"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "FLOAT64",
+    "FORMATS",
+    "PackedTensor",
+    "Scaling",
+    "SplitTensor",
+    "StoredExperts",
+    "WeightFormat",
+    "check_shape",
+    "dense",
+    "dequantize",
+    "find_format",
+    "quantize",
+]

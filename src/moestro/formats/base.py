@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -139,24 +139,42 @@ class PackedTensor:
 
     def __getitem__(self, expert: int) -> PackedTensor:
         """One expert's matrix of a stack; nothing is copied."""
-        parts = (None if t is None else t[expert] for t in (self.scales, self.zeros, self.global_scales))
-        return PackedTensor(self.data[expert], self.format, *parts)
+        scales, zeros, global_scales = self.scales, self.zeros, self.global_scales
+        return _checked(
+            self.data.select(0, expert),
+            self.format,
+            None if scales is None else scales.select(0, expert),
+            None if zeros is None else zeros.select(0, expert),
+            None if global_scales is None else global_scales.select(0, expert),
+        )
 
     def blocks(self, expert: int) -> tuple[PackedTensor, ...]:
         """The matrices that make up one expert's rows, top to bottom: here a single one."""
         return (self[expert],)
 
     def rows(self, start: int, stop: int) -> PackedTensor:
-        """Rows start to stop of a matrix; nothing is copied. `start` is a multiple of the scaling's rows."""
-        if self.format.is_dense:
-            return replace(self, data=self.data[start:stop])
+        """Rows start to stop of a matrix; nothing is copied. `start` is a multiple of the scaling's rows.
+
+        Where `stop` is none either, the last scales are those of blocks that the cut leaves in part.
+        """
         scaling = self.format.scaling
-        assert scaling is not None
-        height = scaling.rows
-        assert not height or start % height == 0
-        part = slice(start // height, -(-stop // height)) if height else slice(None)
-        cut = [None if t is None else t[part] for t in (self.scales, self.zeros)]
-        return replace(self, data=self.data[start:stop], scales=cut[0], zeros=cut[1])
+        scales, zeros = self.scales, self.zeros
+        if scaling is not None and scaling.rows:
+            height = scaling.rows
+            assert start % height == 0
+            first, last = start // height, -(-stop // height)
+            scales = None if scales is None else scales[first:last]
+            zeros = None if zeros is None else zeros[first:last]
+        return _checked(self.data[start:stop], self.format, scales, zeros, self.global_scales)
+
+
+def _checked(
+    data: Tensor, format: WeightFormat, scales: Tensor | None, zeros: Tensor | None, global_scales: Tensor | None
+) -> PackedTensor:
+    """A part of a packed tensor, whose dtypes and shapes were checked with the whole: decoding takes many of them."""
+    part = object.__new__(PackedTensor)
+    part.__dict__.update(data=data, format=format, scales=scales, zeros=zeros, global_scales=global_scales)
+    return part
 
 
 @dataclass(frozen=True, eq=False)

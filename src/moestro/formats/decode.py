@@ -1,0 +1,111 @@
+"""From stored weights back to floating point, a panel of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moestro.errors import invalid_input
+from moestro.formats.base import PackedTensor, WeightFormat
+from moestro.formats.codec import read_scales
+from moestro.formats.elements import decode_e4m3, write_e4m3, write_nibbles
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PANEL = 1 << 18
+"""Weights converted at a time: 1 MiB of float32, which stays in cache (docs/log.md)."""
+
+
+def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights as an ordinary tensor.
+
+    A weight's value is computed in float32 as docs/reference/formats.md defines it for each format, and rounded to
+    `dtype` once. What `dtype` cannot hold becomes infinity, as everywhere in torch; float32 and bfloat16 hold whatever
+    `quantize` writes.
+
+    Args:
+        packed: [N, K] or [E, N, K] in any format, on any device.
+        dtype: float32, bfloat16, float16 or float64.
+
+    Returns:
+        [N, K] or [E, N, K] of `dtype`. Dense weights that have it already are returned as they are. Beside the result
+        a few MiB are used.
+
+    Raises:
+        InvalidInputError: `dtype` is none of the four.
+    """
+    if dtype not in _DTYPES:
+        raise invalid_input(
+            "dequantize",
+            got=f"dtype={dtype}",
+            needs="float32, bfloat16, float16 or float64",
+            fix="Convert the result further with .to(dtype).",
+        )
+    if packed.format.is_dense:
+        return packed.data.to(dtype)
+    out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+    if out.numel() and not out.is_meta:
+        with torch.no_grad():
+            if out.dim() == 2:
+                _write(packed, out)
+            else:
+                for e in range(out.shape[0]):
+                    _write(packed[e], out[e])
+    return out
+
+
+def _write(matrix: PackedTensor, out: Tensor) -> None:
+    height = panel_height(matrix.format, *out.shape)
+    direct = out.dtype == torch.float32
+    values = out if direct else torch.empty((min(height, out.shape[0]), out.shape[1]), device=out.device)
+    for start in range(0, out.shape[0], height):
+        target = out[start : start + height]
+        panel = target if direct else values[: target.shape[0]]
+        _write_panel(matrix.rows(start, start + target.shape[0]), panel)
+        if not direct:
+            target.copy_(panel)
+
+
+def panel_height(format: WeightFormat, num_rows: int, num_columns: int) -> int:
+    """Rows of a panel: a multiple of the rows that share a scale, of as many weights as stay in cache."""
+    together = 1 if format.scaling is None else max(format.scaling.rows, 1)
+    return min(max(_PANEL // max(num_columns, 1) // together, 1) * together, max(num_rows, 1))
+
+
+def _write_panel(panel: PackedTensor, out: Tensor) -> None:
+    """The values of a few rows, into a contiguous float32 tensor."""
+    assert panel.scales is not None
+    steps = read_scales(panel.scales)
+    if panel.global_scales is not None:
+        steps = steps * panel.global_scales
+    element = panel.format.element
+    if element == "int8":
+        out.copy_(panel.data)
+    elif element == "e4m3":
+        # Its fast conversion yields values / 256; scales times 256 must be finite, which NaN is not either.
+        if out.device.type == "cpu" and bool(steps.amax() < 2.0**120) and write_e4m3(panel.data, out):
+            steps = steps * 256.0
+        else:
+            out.copy_(decode_e4m3(panel.data))
+    else:
+        write_nibbles(panel.data, element, out)
+    if panel.zeros is not None:
+        for weights, zeros in _over_blocks(out, panel.zeros.to(torch.float32), panel.format):
+            weights.sub_(zeros)
+    for weights, step in _over_blocks(out, steps, panel.format):
+        weights.mul_(step)
+
+
+def _over_blocks(out: Tensor, of_block: Tensor, format: WeightFormat) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of out [n, K], each with a tensor that broadcasts over it: what belongs to the block of every weight."""
+    assert format.scaling is not None
+    rows, columns = format.scaling.rows, format.scaling.columns
+    if not columns:
+        yield out, of_block
+    elif rows == 1:
+        yield out.view(*of_block.shape, columns), of_block[..., None]
+    else:
+        wide = of_block.repeat_interleave(columns, dim=1)[:, : out.shape[1]]
+        for i, row in enumerate(wide):
+            yield out[i * rows : (i + 1) * rows], row

@@ -1,0 +1,46 @@
+"""Every format by name."""
+
+from __future__ import annotations
+
+from moestro.errors import invalid_input
+from moestro.formats import fp4, fp8, int4, int8, mxfp4, nvfp4
+from moestro.formats.base import WeightFormat
+from moestro.formats.codec import Codec
+from moestro.formats.dense import DENSE_FORMATS
+
+FORMATS: dict[str, WeightFormat] = {
+    f.name: f
+    for f in (
+        *DENSE_FORMATS,
+        *fp8.FP8,
+        int8.INT8,
+        *int4.INT4,
+        *int4.INT4_ZP,
+        mxfp4.MXFP4,
+        nvfp4.NVFP4,
+        *fp4.FP4,
+    )
+}
+
+CODECS: dict[str, Codec] = {
+    name: codec for family in (fp8, int8, int4, mxfp4, nvfp4, fp4) for name, codec in family.CODECS.items()
+}
+
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def find_format(name: str) -> WeightFormat:
+    """The format of that name, or of the alias bf16, fp16, fp32 or fp64.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    found = FORMATS.get(_ALIASES.get(name, name))
+    if found is None:
+        raise invalid_input(
+            "find_format",
+            got=f"format {name!r}",
+            needs=f"one of {', '.join(FORMATS)}",
+            fix="See `docs/reference/formats.md`.",
+        )
+    return found
