@@ -18,7 +18,7 @@ from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from moestro.hf import accelerate
+    from moestro.hf import accelerate, load
 
 __version__ = "0.1.0"
 
@@ -40,15 +40,16 @@ __all__ = [
     "expert_mlp",
     "explain",
     "group_by_expert",
+    "load",
     "topk",
     "use",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`moestro.accelerate` needs Transformers, which `import moestro` does not."""
-    if name == "accelerate":
-        from moestro.hf import accelerate
+    """`moestro.accelerate` and `moestro.load` need Transformers, which `import moestro` does not."""
+    if name in ("accelerate", "load"):
+        from moestro import hf
 
-        return accelerate
+        return getattr(hf, name)
     raise AttributeError(f"module 'moestro' has no attribute {name!r}")

@@ -8,14 +8,21 @@
 
 from __future__ import annotations
 
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moestro.hf import seams
 from moestro.hf.accelerate import Served, accelerate, served
 from moestro.hf.experts import serve
+from moestro.hf.load import load
+from moestro.hf.low_precision import serve_fp8
+from moestro.hf.quantization import MoestroConfig
 
 IMPLEMENTATION = "moestro"
 """The name under which Transformers finds the implementation."""
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve)
+ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve_fp8)
+seams.register()
 
-__all__ = ["IMPLEMENTATION", "Served", "accelerate", "serve", "served"]
+__all__ = ["IMPLEMENTATION", "MoestroConfig", "Served", "accelerate", "load", "serve", "served"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +16,9 @@ from moestro.hf import experts
 from moestro.hf.activation import describe
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
-from moestro.hf.families.base import Adapter
+from moestro.hf.families.base import Adapter, present
+from moestro.hf.low_precision import FP8, MXFP4
+from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,8 +29,11 @@ INTERFACE = Adapter(
     lambda module: experts.inspect(module, experts.flags_of(module)),
     experts.settle,
     experts.serve,
+    projections=experts.projections,
 )
 """Every experts module that Transformers' own decorator prepared."""
+
+_ADAPTERS = {**ADAPTERS, FP8.module: FP8, MXFP4.module: MXFP4}
 
 _SHARED = re.compile(r"SharedExperts?(MLP)?$")
 _ROUTED = re.compile(r"(Experts|MoE|Moe|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
@@ -42,7 +48,7 @@ class Served:
         module: its class.
         family: "experts interface", or the family whose adapter serves it.
         activation: the function between the matmuls ("custom" when it runs the module's own code).
-        layout: "K-contiguous", or "strided (reason)".
+        layout: "K-contiguous", or "strided (reason)"; of stored experts "FORMAT, memory-mapped" or "FORMAT, in memory".
         strategy: the strategy it was asked for.
     """
 
@@ -74,7 +80,38 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
     """
     parse_strategy(strategy, "accelerate")
-    found = [(module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)]
+    found = find(model)
+    fresh = [layer for layer in found if stored_in(layer.module) is None]
+    for layer in fresh:
+        if layer.adapter.settle is not experts.settle:  # it will read weights past the calls that bring them to memory
+            with _refusing(model, layer.path, layer.module):
+                present(layer.module)
+    for layer in fresh:
+        layer.adapter.settle(layer.module, layer.plan)
+    for layer in found:
+        replace_forward(layer, strategy)
+    return model
+
+
+@dataclass(frozen=True)
+class Found:
+    """An expert layer of a model that can be served: where it is, and by what."""
+
+    path: str
+    module: nn.Module
+    adapter: Adapter
+    plan: Plan
+
+
+def find(model: nn.Module) -> list[Found]:
+    """Every expert layer of `model`; nothing is changed.
+
+    Raises:
+        UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
+    """
+    found = [
+        Found(path, module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)
+    ]
     if not found:
         raise unsupported(
             "accelerate",
@@ -82,11 +119,7 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
             needs="a Mixture-of-Experts model",
             fix="Run the model as it is; there is nothing here to serve.",
         )
-    for module, adapter, plan in found:
-        adapter.settle(module, plan)
-    for module, adapter, _ in found:
-        _replace_forward(module, partial(adapter.forward, module, strategy=strategy))
-    return model
+    return found
 
 
 def served(model: nn.Module) -> list[Served]:
@@ -102,7 +135,7 @@ def served(model: nn.Module) -> list[Served]:
 
 def adapter_of(module: nn.Module) -> Adapter | None:
     """What serves this module, or None if it holds no routed experts that are known."""
-    adapter = ADAPTERS.get(type(module).__name__) if _of_transformers(module) else None
+    adapter = _ADAPTERS.get(type(module).__name__) if _of_transformers(module) else None
     if adapter is None and {"has_gate", "is_transposed"} <= vars(module).keys():
         return INTERFACE
     return adapter
@@ -127,6 +160,11 @@ def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
             raise _refusal(model, path, name, reason)
 
 
+def stored_in(module: nn.Module) -> ExpertStore | None:
+    """The stored experts of a served module, if a checkpoint's tensors took the place of its parameters."""
+    return next((m for m in module.modules() if isinstance(m, ExpertStore)), None)
+
+
 def routes(name: str) -> bool:
     """Whether a module class of this name, in Transformers' way of naming, holds routed experts."""
     return bool(_ROUTED.search(name)) and not _SHARED.search(name)
@@ -142,8 +180,18 @@ def _above(path: str, adapters: dict[str, Adapter]) -> bool:
 
 
 def _read(model: nn.Module, path: str, module: nn.Module, adapter: Adapter) -> Plan:
-    try:
+    store = stored_in(module)
+    if store is not None:
+        return Plan(store.stored.projections.activation, layout=store.layout)
+    with _refusing(model, path, module):
         return adapter.inspect(module)
+
+
+@contextmanager
+def _refusing(model: nn.Module, path: str, module: nn.Module) -> Iterator[None]:
+    """Name the model and the layer in what a module refuses."""
+    try:
+        yield
     except UnsupportedError as error:
         reason = error.reason if isinstance(error, RefusedError) else str(error)
         raise _refusal(model, path, type(module).__name__, reason) from error
@@ -158,7 +206,10 @@ def _refusal(model: nn.Module, path: str, name: str, reason: str) -> Unsupported
     )
 
 
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(layer: Found, strategy: str) -> None:
+    """Have moestro run where the module of an expert layer is called."""
+    module = layer.module
+    forward: Callable[..., Any] = partial(layer.adapter.forward, module, strategy=strategy)
     # Where the accelerate library wrapped the module, its wrapper keeps running around this forward.
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     module.__dict__[name] = forward
@@ -184,11 +235,14 @@ def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
         if isinstance(own, partial) and own.func is adapter.forward:
             return str(own.keywords["strategy"])
     config = getattr(module, "config", None)
-    if adapter is INTERFACE and getattr(config, "_experts_implementation", None) == "moestro":
+    if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == "moestro":
         return "auto"
     return None
 
 
 def _plan_of(module: nn.Module, adapter: Adapter) -> Plan:
+    store = stored_in(module)
+    if store is not None:
+        return Plan(store.stored.projections.activation, layout=store.layout)
     plan: Plan | None = module.__dict__.get(PLAN)
     return adapter.inspect(module) if plan is None else plan

@@ -22,6 +22,8 @@ from moestro.formats import dense
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
+from moestro.hf.projections import Projection, Projections
+from moestro.hf.store import store_of
 from moestro.ops.expert_mlp import run
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
@@ -165,6 +167,19 @@ def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
     )
 
 
+def projections(module: nn.Module, plan: Plan) -> Projections:
+    """The parameters that hold the experts of a module of the interface."""
+    name, transposed = plan.flags.up_name, plan.flags.transposed
+    gate_up, down = Projection(name, (name,), transposed), Projection("down_proj", ("down_proj",), transposed)
+    return Projections("", gate_up, down, int(module.get_parameter("down_proj").shape[0]), plan.activation)
+
+
+def stored_weights(holder: nn.Module) -> ExpertWeights | None:
+    """The experts of a module that keeps them as a checkpoint stores them; None if they are its parameters."""
+    store = store_of(holder)
+    return None if store is None else store.weights(holder)
+
+
 def serve(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str = "auto"
 ) -> Tensor:
@@ -184,7 +199,7 @@ def serve(
     Raises:
         UnsupportedError: the module's weights cannot be served (quantised, sharded, or of an unknown layout).
     """
-    weights = expert_weights(module, plan_of(module))
+    weights = stored_weights(module) or expert_weights(module, plan_of(module))
     return apply(hidden_states, top_k_index, top_k_weights, weights, strategy)
 
 
@@ -204,8 +219,10 @@ def trusted_routing(expert_ids: Tensor, routing_weights: Tensor, num_experts: in
 
 
 def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    """Run the primitive on hidden_states [..., H], computing in the weights' dtype and returning the caller's."""
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(weights.gate_up.data.dtype)
+    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if weights.gate_up.format.is_dense:
+        rows = rows.to(torch.promote_types(rows.dtype, weights.gate_up.format.storage))
     return run(rows, routing, weights, strategy).to(hidden_states.dtype).view(hidden_states.shape)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moestro.hf.experts import PLAN, Plan, check_dense, refuse
+from moestro.hf.experts import PLAN, Plan, refuse
 from moestro.hf.layout import SETTLING, why_not_in_place
+from moestro.hf.projections import Find
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Adapter:
         settle: rearranges storage where the family needs it, and remembers the plan in the module.
         forward: takes the module, then what the family's own forward takes, and a keyword `strategy`.
         layout: what is unusual about its experts, in words.
+        projections: where its experts' weights are, for families whose experts can be stored in a checkpoint's own way.
         left: module classes of the family that route but are no expert MLPs, and stay with Transformers.
     """
 
@@ -34,14 +36,13 @@ class Adapter:
     settle: Callable[[nn.Module, Plan], Plan]
     forward: Callable[..., Any]
     layout: str = ""
+    projections: Find | None = None
     left: tuple[str, ...] = ()
 
 
-def present(module: nn.Module, tensors: Iterable[Tensor]) -> None:
-    """Check the weights an adapter reads past their own module: dense, and not offloaded."""
-    tensors = list(tensors)
-    check_dense(module, tensors)
-    if any(t.is_meta for t in tensors):
+def present(module: nn.Module) -> None:
+    """Check that what an adapter reads past its own module is in memory, and not offloaded."""
+    if any(t.is_meta for t in module.parameters()):
         raise refuse(module, "weights on the meta device (offloaded, or not loaded yet)", "weights in memory")
 
 

@@ -6,6 +6,7 @@ a stride), and together they are the interleaved gate_up of the primitive. down_
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,15 +15,16 @@ from moestro.formats import dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, join, plain, present, recall, remember
+from moestro.hf.families.base import Adapter, join, plain, recall, remember
 from moestro.hf.layout import STRIDED, separate_state
+from moestro.hf.projections import Projection, Projections
 from moestro.types import Activation
 from moestro.weights import ExpertWeights
 
 
 def inspect(module: Any) -> Plan:
     mlp = _mlp(module)
-    present(mlp, mlp.parameters())
+    experts.check_dense(mlp, mlp.parameters())
     found = recognise(lambda z: experts.glu(mlp.activation_fn, z), True)
     if found.function is None:
         activation = Activation(found.kind, True, True, found.alpha, found.limit, found.up_offset)
@@ -39,6 +41,9 @@ def settle(module: Any, plan: Plan) -> Plan:
 def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str) -> Tensor:
     """DbrxExperts: hidden_states [B, S, H], ids and weights [B * S, K] -> [B, S, H]."""
     mlp = _mlp(module)
+    stored = experts.stored_weights(mlp)
+    if stored is not None:
+        return experts.apply(hidden_states, top_k_index, top_k_weights, stored, strategy)
     shape = (int(module.num_experts), -1, int(module.hidden_size))
     gate_up = join([mlp.w1, mlp.v1], dim=1)
     weights = ExpertWeights(
@@ -49,8 +54,23 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy)
 
 
+def projections(module: Any, plan: Plan) -> Projections:
+    """Stored, gate_proj and up_proj stay the two matrices they are in the checkpoint: one after the other."""
+    mlp = _mlp(module)
+    activation = plan.activation
+    if activation.function is None:
+        activation = replace(activation, interleaved=False)
+    else:
+        activation = Activation("custom", function=lambda z: experts.glu(mlp.activation_fn, z))
+    gate_up = Projection("gate_up_proj", ("w1", "v1"), flat=True)
+    down = Projection("down_proj", ("w2",), transposed=True, flat=True)
+    return Projections("mlp", gate_up, down, int(module.num_experts), activation)
+
+
 def _mlp(module: Any) -> Any:
     return plain(module, "mlp", "DbrxExpertGLU")
 
 
-DBRX = Adapter("DBRX", "DbrxExperts", inspect, settle, forward, "three matrices over all experts")
+DBRX = Adapter(
+    "DBRX", "DbrxExperts", inspect, settle, forward, "three matrices over all experts", projections=projections
+)

@@ -15,12 +15,12 @@ from moestro.formats import dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, plain, present, recall, remember
+from moestro.hf.families.base import Adapter, plain, recall, remember
 from moestro.weights import ExpertWeights
 
 
 def inspect(module: Any) -> Plan:
-    present(module, _matrices(module))
+    experts.check_dense(module, _matrices(module))
     act = module.activation
     return Plan(recognise(lambda z: experts.glu(act, z), True))
 

@@ -17,7 +17,7 @@ from moestro.formats import PackedTensor, dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, join, plain, present, recall, remember
+from moestro.hf.families.base import Adapter, join, plain, recall, remember
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -36,7 +36,7 @@ NLLB_NAMES = Names("fc1", "fc2")
 
 def inspect(names: Names, module: Any) -> Plan:
     layers = [*_layers(module, names.first), *_layers(module, names.second)]
-    present(module, (p for layer in layers for p in layer.parameters()))
+    experts.check_dense(module, (p for layer in layers for p in layer.parameters()))
     dtypes = sorted({str(layer.weight.dtype) for layer in layers})
     if len(dtypes) > 1:
         raise experts.refuse(module, f"expert weights of {' and '.join(dtypes)}", "one dtype for both layers")

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from moestro.hf import experts
 from moestro.hf.experts import Flags, Plan
-from moestro.hf.families.base import Adapter, plain, present, remember
+from moestro.hf.families.base import Adapter, plain, remember
+from moestro.hf.projections import Projections
 
 TRANSPOSED = Flags(transposed=True)
 
 
 def inspect(module: Any) -> Plan:
     inner = _inner(module)
-    present(inner, inner.parameters())
+    experts.check_dense(inner, inner.parameters())
     return experts.inspect(inner, TRANSPOSED)
 
 
@@ -34,7 +35,7 @@ def forward(module: Any, hidden_states: Tensor, *, strategy: str) -> tuple[Tenso
     scores, logits = module.router(rows)
     weights, ids = scores.topk(module.top_k, dim=-1)
     inner = _inner(module)
-    expert_weights = experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
+    expert_weights = experts.stored_weights(inner) or experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
     routing = replace(experts.trusted_routing(ids, weights, expert_weights.num_experts), weight_on="input")
     routed = experts.run_rows(rows, routing, expert_weights, strategy)
     return module.shared_expert(rows) + routed, logits
@@ -44,4 +45,10 @@ def _inner(module: Any) -> Any:
     return plain(module, "experts", "Llama4TextExperts")
 
 
-LLAMA4 = Adapter("Llama 4", "Llama4TextMoe", inspect, settle, forward, "transposed, weight on the input")
+def projections(module: Any, plan: Plan) -> Projections:
+    return replace(experts.projections(_inner(module), plan), holder="experts")
+
+
+LLAMA4 = Adapter(
+    "Llama 4", "Llama4TextMoe", inspect, settle, forward, "transposed, weight on the input", projections=projections
+)

@@ -11,7 +11,7 @@ from moestro.formats import dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, present, recall, remember
+from moestro.hf.families.base import Adapter, recall, remember
 from moestro.weights import ExpertWeights
 
 
@@ -19,7 +19,7 @@ def inspect(module: Any) -> Plan:
     num_experts = _num_experts(module)
     if num_experts:
         gate_up, down = module.gate_up_proj, module.down_proj
-        present(module, (gate_up, down))
+        experts.check_dense(module, (gate_up, down))
         if len(gate_up) < num_experts or len(down) != num_experts:
             raise experts.refuse(
                 module,

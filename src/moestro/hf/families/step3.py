@@ -13,4 +13,12 @@ def inspect(module: Any) -> Plan:
     return experts.inspect(module, experts.flags_of(module))
 
 
-STEP3P7 = Adapter("Step-3.7", "Step3p7Experts", inspect, experts.settle, experts.serve, "clamp after the activation")
+STEP3P7 = Adapter(
+    "Step-3.7",
+    "Step3p7Experts",
+    inspect,
+    experts.settle,
+    experts.serve,
+    "clamp after the activation",
+    projections=experts.projections,
+)

@@ -1,0 +1,68 @@
+"""`load`: a model whose experts stay where their checkpoint has them, or are quantised as they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from moestro.errors import invalid_input
+from moestro.hf.quantization import METHOD, MoestroConfig
+from moestro.hf.sources import model_class, take_quantization
+
+
+def load(
+    path_or_id: str | Path,
+    format: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> PreTrainedModel:
+    """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
+
+    Experts that a checkpoint stores in a format moestro reads (bfloat16, float16 or float32, one by one or stacked;
+    block FP8; MXFP4; those that ``moestro quantize`` writes) are memory-mapped: files are read as experts are used.
+
+    Args:
+        path_or_id: a folder written by save_pretrained or in its publisher's layout, or a hub id.
+        format: quantise experts to this format while they are read (`moestro.formats.FORMATS` lists the names); None
+            leaves them as they are stored.
+        dtype: of all other weights and of the activations ("float32", torch.bfloat16, ...); the checkpoint's if None.
+            FP8 weights outside the experts become this dtype.
+        device: where the model goes; the CPU if None.
+
+    Returns:
+        The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
+
+    Raises:
+        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or one that cannot
+            store the experts' shapes; weights that are no safetensors files.
+        UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
+    """
+    config = AutoConfig.from_pretrained(path_or_id)
+    quantization = take_quantization(config)
+    own = MoestroConfig(**{"format": format, **_kept(format, quantization)})
+    own.source = quantization
+    model, report = model_class(config).from_pretrained(
+        path_or_id, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
+    )
+    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if missing:
+        raise invalid_input(
+            "load",
+            got=f"{path_or_id} without {len(missing)} weights of the model, or with them in other shapes: {missing[0]}",
+            needs="every weight of the architecture",
+            fix="Download or save the checkpoint again.",
+        )
+    return model if device is None else model.to(device)
+
+
+def _kept(format: str | None, quantization: dict[str, Any] | None) -> dict[str, Any]:
+    """What a new configuration takes over from the checkpoint's."""
+    if quantization is None:
+        return {}
+    if quantization.get("quant_method") != METHOD:
+        return {"rest": quantization}
+    names = ("rest",) if format is not None else ("rest", "format", "overrides", "search")
+    return {name: quantization[name] for name in names if quantization.get(name) is not None}

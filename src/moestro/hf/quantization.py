@@ -1,0 +1,256 @@
+"""What Transformers calls when experts are to stay as stored: a quantisation config, and the quantizer behind it.
+
+Importing it registers both under "moestro", so that the ``config.json`` of a checkpoint that moestro wrote is enough to
+load it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.logging import tqdm
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moestro.checkpoint import Checkpoint, open_checkpoint
+from moestro.errors import invalid_input
+from moestro.formats import (
+    PackedTensor,
+    StoredExperts,
+    WeightFormat,
+    check_shape,
+    dequantize,
+    find_format,
+    quantize,
+)
+from moestro.formats.encode import Search
+from moestro.hf.accelerate import Found, replace_forward
+from moestro.hf.projections import Projection
+from moestro.hf.sources import Quantization, find_scaled, find_stored
+from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
+
+METHOD = "moestro"
+SEARCHES = ("nearest", "mse")
+
+
+@register_quantization_config(METHOD)
+class MoestroConfig(QuantizationConfigMixin):
+    """How the experts of a model are stored, for ``from_pretrained(..., quantization_config=MoestroConfig("mxfp4"))``.
+
+    Args:
+        format: the format of every expert, or None to leave each as its checkpoint has it. Routers, attention and all
+            other layers keep their dtype.
+        search: how scales are chosen: "nearest", or "mse" for the least squared error.
+        overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
+            with the format of those that match; the last that matches decides.
+        rest: the quantisation config of the checkpoint's other layers, where they have one.
+
+    Raises:
+        InvalidInputError: an unknown format or search.
+    """
+
+    def __init__(
+        self,
+        format: str | None = None,
+        search: str = "nearest",
+        overrides: Mapping[str, str] | None = None,
+        rest: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if search not in SEARCHES:
+            raise invalid_input(
+                "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
+            )
+        self.quant_method = METHOD
+        self.format = None if format is None else find_format(format).name
+        self.search = search
+        self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
+        self.rest = None if rest is None else dict(rest)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every expert stays as its checkpoint has it."""
+        return self.format is None and not self.overrides
+
+
+@register_quantizer(METHOD)
+class MoestroQuantizer(HfQuantizer):
+    """Keeps experts as their checkpoint stores them, or quantises them as they are read, one matrix at a time."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: MoestroConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        own = quantization_config.to_dict() if kwargs.get("pre_quantized", True) else None
+        self.source = Quantization.of(quantization_config.__dict__.pop("source", own))
+        # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
+        self.pre_quantized = False
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, device_map: Any = None, **_: Any
+    ) -> None:
+        self._device_map = device_map
+        self._checkpoint = _open(checkpoint_files)
+        self._checkpoint.verify()
+        self._layers = find_stored(model, self._checkpoint, self.source)
+        config = self.quantization_config
+        target = Quantization(METHOD, None, config.format, config.overrides)
+        self._targets = _targets(self._layers, target)
+        for layer, stored in self._layers:
+            holder: Any = model.get_submodule(stored.path)
+            for name in stored.projections.parameters:
+                holder.register_parameter(name, None)
+            holder._is_hf_initialized = True
+            setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010
+        self._scaled = find_scaled(model, self._checkpoint, self.source)
+        for weight in self._scaled:
+            weight.take(model)
+        taken = [f"{stored.path}." for _, stored in self._layers] + [weight.parameter for weight in self._scaled]
+        ignored = [rf"^{re.escape(name)}" for name in taken]
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        expert_parameters = {name for _, stored in self._layers for name in stored.projections.parameters}
+        model._weight_conversions = [
+            conversion
+            for conversion in getattr(model, "_weight_conversions", None) or []
+            if not any(target.split(".")[-1] in expert_parameters for target in _targets_of(conversion))
+        ]
+        for weight in self._scaled:
+            weight.give(model, self._checkpoint)
+        bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
+        for layer, stored in bar:
+            holder = model.get_submodule(stored.path)
+            store = self._store(stored)
+            device = _device_of(model, layer)
+            holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
+            replace_forward(layer, "auto")
+        model.register_load_state_dict_pre_hook(find_in_state)
+        del self._layers, self._scaled, self._checkpoint
+        if self.quantization_config.changes_nothing and self.source.method != "fp8":
+            self._forget(model)
+        return model
+
+    def _store(self, stored: Stored) -> ExpertStore:
+        tensors: dict[str, Tensor] = {}
+        recipes = []
+        for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
+            target = projection.target(stored.path)
+            given = {name: self._checkpoint.tensor(name) for name in recipe.names}
+            wanted = self._targets[target]
+            if wanted != recipe.format:
+                search = self.quantization_config.search
+                converted = convert(recipe.build(given), wanted, search, target)
+                recipe, given = _own(target, projection, converted)
+            tensors |= given
+            recipes.append(recipe)
+        mapped = recipes == [stored.gate_up, stored.down]
+        return ExpertStore(replace(stored, gate_up=recipes[0], down=recipes[1], mapped=mapped), tensors)
+
+    def _forget(self, model: Any) -> None:
+        """Leave the model's configuration as the checkpoint had it: what is saved is what was read."""
+        rest = self.quantization_config.rest
+        self.remove_quantization_config(model)
+        if rest is not None:
+            model.config.quantization_config = rest
+
+    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def convert(stored: StoredExperts, wanted: WeightFormat, search: Search, name: str) -> PackedTensor:
+    """Stored experts [E, N, K] in another format, in memory: one expert's matrix at a time is in float32.
+
+    Raises:
+        InvalidInputError: the format cannot store matrices of this shape, or a weight is not finite.
+    """
+    e, n, k = stored.shape
+    check_shape(wanted, n, k, name)
+    whole: list[Tensor | None] = []
+    for expert in range(e):
+        blocks = [b.data if b.format.is_dense else dequantize(b) for b in stored.blocks(expert)]
+        packed = quantize(blocks[0] if len(blocks) == 1 else torch.cat(blocks), wanted, search, f"{name}[{expert}]")
+        parts = (packed.data, packed.scales, packed.zeros, packed.global_scales)
+        if not whole:
+            whole = [None if part is None else part.new_empty(e, *part.shape) for part in parts]
+        for tensor, part in zip(whole, parts, strict=True):
+            if tensor is not None and part is not None:
+                tensor[expert] = part
+    data, *rest = whole
+    assert data is not None
+    return PackedTensor(data, wanted, *rest)
+
+
+def _own(target: str, projection: Projection, packed: PackedTensor) -> tuple[Recipe, dict[str, Tensor]]:
+    """The recipe and the tensors of a projection in moestro's own layout."""
+    kinds = (packed.data, packed.scales, packed.zeros, packed.global_scales)
+    tensors = {f"{target}_{s}": t for s, t in zip(SUFFIXES, kinds, strict=True) if t is not None}
+    names = [(f"{target}_{s}",) if t is not None else () for s, t in zip(SUFFIXES, kinds, strict=True)]
+    plain = Projection(projection.name, projection.parameters)
+    return Recipe(plain, packed.shape[0], packed.format, (Part(*names),)), tensors
+
+
+def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[str, WeightFormat]:
+    """The format of every projection, checked against its shape before anything is read."""
+    targets: dict[str, WeightFormat] = {}
+    for _, stored in layers:
+        for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
+            target = projection.target(stored.path)
+            name = wanted.format_of(target)
+            targets[target] = recipe.format if name is None else find_format(name)
+    unused = [p for p in wanted.overrides if not any(Quantization(overrides={p: "x"}).format_of(t) for t in targets)]
+    if unused:
+        raise invalid_input(
+            "MoestroConfig",
+            got=f"overrides for {', '.join(unused)}, which no expert projection matches",
+            needs=f"patterns on names such as {next(iter(targets))}",
+            fix="A format is for experts only; routers and other layers keep their dtype.",
+        )
+    return targets
+
+
+def _targets_of(conversion: Any) -> list[str]:
+    targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
+    return list(targets)
+
+
+def _open(files: Sequence[str] | None) -> Checkpoint:
+    paths = [Path(file) for file in files or ()]
+    if not paths or any(path.suffix != ".safetensors" for path in paths):
+        raise invalid_input(
+            "load",
+            got=f"weights in {', '.join(path.name for path in paths) or 'no file'}",
+            needs="safetensors files, whose tensors can be used where they are",
+            fix="Save the model again with save_pretrained.",
+        )
+    folder = paths[0].parent
+    whole = {path.name for path in folder.glob("*.safetensors")} == {path.name for path in paths}
+    return open_checkpoint(folder if whole else paths)
+
+
+def _device_of(model: Any, layer: Found) -> torch.device:
+    """Where the layer's other weights are: of its own module, or of the nearest one around it that has any."""
+    path = layer.path
+    while True:
+        for parameter in model.get_submodule(path).parameters():
+            if parameter.device.type != "meta":
+                return torch.device(parameter.device)
+        if not path:
+            return torch.device("cpu")
+        path = path.rpartition(".")[0]

@@ -1,0 +1,74 @@
+"""FP8 and MXFP4 checkpoints through Transformers' own loading, on a machine without a GPU.
+
+There Transformers dequantises the whole model, or refuses. With ``experts_implementation="moestro"`` experts stay as
+stored; with any other implementation, with ``dequantize=True`` or where there is a GPU, all is Transformers' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+
+from moestro.hf.quantization import METHOD, MoestroConfig, MoestroQuantizer
+
+METHODS = ("fp8", "mxfp4")
+
+
+class KeepsExperts(HfQuantizer):
+    """A quantizer of Transformers that hands over to moestro's where that was asked for; mixed in before its class."""
+
+    pre_quantized: bool
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._published = dict(quantization_config.to_dict())
+        self._own: MoestroQuantizer | None = None
+        self._unmet: ImportError | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Put off what Transformers' own way lacks until it is known whether that way is taken."""
+        try:
+            super().validate_environment(*args, **kwargs)
+        except ImportError as error:
+            self._unmet = error
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        """Decide, before weights are read."""
+        served = getattr(model.config, "_experts_implementation", None) == METHOD
+        asked = bool(self._published.get("dequantize"))
+        if served and self.pre_quantized and not asked and not torch.cuda.is_available():
+            rest = {name: getattr(value, "value", value) for name, value in self._published.items()}
+            config = MoestroConfig(rest=rest)
+            config.source = rest
+            self._own = MoestroQuantizer(config, pre_quantized=True)
+            self.pre_quantized = False
+            self._own.preprocess_model(model, dtype=dtype, **kwargs)
+            return
+        if self._unmet is not None:
+            raise self._unmet
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Transformers' own, unless moestro reads what is quantised."""
+        if self._own is not None:
+            return weight_conversions
+        found: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        return found
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        """After weights were read."""
+        if self._own is None:
+            return super().postprocess_model(model, **kwargs)
+        model.hf_quantizer = self._own
+        return self._own.postprocess_model(model, **kwargs)
+
+
+def register() -> None:
+    """Put the classes in the places of Transformers' own; a second call changes nothing."""
+    for method in METHODS:
+        own = AUTO_QUANTIZER_MAPPING[method]
+        if not issubclass(own, KeepsExperts):
+            AUTO_QUANTIZER_MAPPING[method] = type(f"Keeps{own.__name__}", (KeepsExperts, own), {})

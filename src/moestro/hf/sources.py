@@ -1,0 +1,335 @@
+"""Find the experts of a model among the tensors of its checkpoint, in whatever published layout it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
+from moestro.errors import MoestroError, invalid_input, unsupported
+from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
+from moestro.formats.dense import DENSE_FORMATS
+from moestro.hf.accelerate import Found, find
+from moestro.hf.names import NameMap
+from moestro.hf.projections import Projection, Projections
+from moestro.hf.store import SUFFIXES, Part, Recipe, Stored
+
+OPERATION = "load"
+_DENSE = {f.storage: f for f in DENSE_FORMATS}
+_AS_SAVED = "Download or save the checkpoint again."
+_THROUGH_TRANSFORMERS = "Load the model with Transformers, and call moestro.accelerate on it."
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint's configuration says of how it is stored.
+
+    Attributes:
+        method: "" for none, or Transformers' name of it ("fp8", "mxfp4", "moestro").
+        block_size: of fp8 scales, or None for one scale a tensor.
+        format: of the experts that moestro quantised.
+        overrides: patterns on a projection's full name, and the format of those that match; the last one decides.
+    """
+
+    method: str = ""
+    block_size: tuple[int, int] | None = None
+    format: str | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> Quantization:
+        """Read the `quantization_config` of a config.json.
+
+        Raises:
+            UnsupportedError: a method whose experts moestro cannot read as they are.
+        """
+        if config is None:
+            return cls()
+        method = str(getattr(config.get("quant_method"), "value", config.get("quant_method", "")))
+        if method == "moestro":
+            rest = cls.of(config.get("rest"))
+            return cls(rest.method or method, rest.block_size, config.get("format"), config.get("overrides") or {})
+        if method not in ("fp8", "mxfp4"):
+            raise unsupported(
+                OPERATION,
+                got=f"a checkpoint quantised by {method or 'an unnamed method'}",
+                needs="one in bfloat16, float16 or float32, in published FP8 or MXFP4, or quantised by moestro",
+                fix=_THROUGH_TRANSFORMERS,
+            )
+        size = config.get("weight_block_size")
+        return cls(method, None if size is None else (int(size[0]), int(size[1])))
+
+    def format_of(self, target: str) -> str | None:
+        """The format of the projection of this full name, if moestro quantised it."""
+        found = self.format
+        for pattern, name in self.overrides.items():
+            if fnmatchcase(target, pattern):
+                found = name
+        return found
+
+
+def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource]]:
+    """A checkpoint's configuration, its tensors, and its experts as stored; no weight is read.
+
+    Raises:
+        InvalidInputError, UnsupportedError: as for `load`.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    quantization = take_quantization(config)
+    checkpoint = open_checkpoint(Path(folder))
+    with torch.device("meta"):
+        model = model_class(config)._from_config(config)
+    sources = []
+    for _, stored in find_stored(model, checkpoint, Quantization.of(quantization)):
+        for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
+            experts = recipe.build({name: checkpoint.tensor(name) for name in recipe.names})
+            sources.append(ExpertSource(projection.target(stored.path), experts, recipe.names))
+    return config, checkpoint, sources
+
+
+def take_quantization(config: Any) -> dict[str, Any] | None:
+    """Remove the quantisation config from a model's configuration, and return it.
+
+    Raises:
+        UnsupportedError: it is of a method that moestro cannot read.
+    """
+    found: dict[str, Any] | None = None
+    for part in (config, config.get_text_config()):
+        given = getattr(part, "quantization_config", None)
+        if given is not None:
+            found = dict(given) if isinstance(given, dict) else dict(given.to_dict())
+            del part.quantization_config
+    Quantization.of(found)
+    return found
+
+
+def model_class(config: Any) -> Any:
+    """The class that the checkpoint was saved from, or the one for text generation."""
+    names = config.architectures or ()
+    return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), AutoModelForCausalLM)
+
+
+def find_stored(model: Any, checkpoint: Checkpoint, quantization: Quantization) -> list[tuple[Found, Stored]]:
+    """How each expert layer of a model, made of empty parameters, is stored in a checkpoint.
+
+    Raises:
+        UnsupportedError: a dense model, or experts that cannot be read as they are stored.
+        InvalidInputError: tensors are missing, or of other shapes or dtypes than the model and the format say.
+    """
+    with torch.device("cpu"):  # Transformers builds models with the meta device as the default
+        places = [_place(model, layer) for layer in find(model)]
+    targets = [p.target(path) for _, path, projections in places for p in projections.both]
+    suffixes = (*SUFFIXES, "blocks")  # those of moestro, and of published MXFP4
+    names = NameMap(model, checkpoint.names, [f"{target}_{suffix}" for target in targets for suffix in suffixes])
+    reader = _Reader(checkpoint, names, quantization)
+    found: list[tuple[Found, Stored]] = []
+    for layer, path, projections in places:
+        holder = model.get_submodule(path)
+        gate_up, down = (reader.recipe(path, holder, projections, p) for p in projections.both)
+        found.append((layer, Stored(path, projections, gate_up, down, mapped=True)))
+    return found
+
+
+def _place(model: Any, layer: Found) -> tuple[Found, str, Projections]:
+    """The module of a layer that holds the experts' parameters, and which they are."""
+    if layer.adapter.projections is None:
+        raise unsupported(
+            OPERATION,
+            got=f"{type(model).__name__}, whose {layer.path} belongs to {layer.adapter.family}",
+            needs="a family whose experts are stacked, or stored one by one",
+            fix=_THROUGH_TRANSFORMERS,
+        )
+    projections = layer.adapter.projections(layer.module, layer.plan)
+    path = ".".join(part for part in (layer.path, projections.holder) if part)
+    return layer, path, projections
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """A weight of a layer without experts that its checkpoint stores in FP8; it is dequantised as the model is loaded.
+
+    Attributes:
+        parameter: its full name in the model.
+        recipe: the tensors it is made of, in one part for each that is concatenated along the rows.
+        dtype: the parameter's.
+    """
+
+    parameter: str
+    recipe: Recipe
+    dtype: torch.dtype
+
+    def take(self, model: nn.Module) -> None:
+        """Remove the parameter, so that nobody else looks for it."""
+        module, name = self._place(model)
+        module.register_parameter(name, None)
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+    def give(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+        """Put the dequantised weight in its place."""
+        module, name = self._place(model)
+        stored = self.recipe.build({key: checkpoint.tensor(key) for key in self.recipe.names})
+        blocks = [dequantize(block, self.dtype) for block in stored.blocks(0)]
+        weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+    def _place(self, model: nn.Module) -> tuple[nn.Module, str]:
+        path, _, name = self.parameter.rpartition(".")
+        return model.get_submodule(path), name
+
+
+def find_scaled(model: Any, checkpoint: Checkpoint, quantization: Quantization) -> list[ScaledWeight]:
+    """The parameters of a model, other than experts, that a checkpoint stores in FP8.
+
+    Raises:
+        InvalidInputError: scales are missing or do not fit.
+    """
+    names = NameMap(model, checkpoint.names)
+    reader = _Reader(checkpoint, names, quantization)
+    found = []
+    for parameter, tensor in model.named_parameters():
+        keys = names.keys(parameter)
+        if any(checkpoint.entry(key).dtype == torch.float8_e4m3fn for key in keys):
+            found.append(ScaledWeight(parameter, reader.scaled(parameter, tensor), tensor.dtype))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    checkpoint: Checkpoint
+    names: NameMap
+    quantization: Quantization
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.checkpoint.names)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.checkpoint.files[0]).parent
+
+    def recipe(self, path: str, holder: nn.Module, projections: Projections, projection: Projection) -> Recipe:
+        target = projection.target(path)
+        own = self.names.single(f"{target}_data")
+        blocks = self.names.single(f"{target}_blocks")
+        if own is not None:
+            recipe = self._own(target, own, projection, projections.num_experts)
+        elif blocks is not None:
+            scales = self._beside(f"{blocks.removesuffix('_blocks')}_scales", blocks)
+            recipe = Recipe(projection, projections.num_experts, FORMATS["mxfp4"], (Part((blocks,), (scales,)),))
+        else:
+            recipe = self._published(path, projections.num_experts, projection)
+        self._check(recipe, holder, projection, target)
+        return recipe
+
+    def scaled(self, parameter: str, tensor: Tensor) -> Recipe:
+        """How a plain weight [N, K] is read from FP8 tensors."""
+        parts = list(self._parts(parameter, 1))
+        scaled = tuple(Part(part, tuple(self._scale(key) for key in part)) for part in parts)
+        recipe = Recipe(Projection(parameter, (parameter,)), 1, self._fp8(scaled[0]), scaled, apart=True)
+        self._fit(recipe, (1, *tensor.shape), parameter)
+        return recipe
+
+    def _own(self, target: str, data: str, projection: Projection, num_experts: int) -> Recipe:
+        name = self.quantization.format_of(target)
+        if name is None:
+            raise self._error(data, "no format for it in config.json", "a quantization_config of moestro")
+        weight_format = find_format(name)
+        scaling = weight_format.scaling
+        wanted = (
+            True,
+            scaling is not None,
+            scaling is not None and scaling.zeros,
+            scaling is not None and scaling.global_scales,
+        )
+        keys = [
+            (self._beside(data.removesuffix("data") + suffix, data),) if want else ()
+            for suffix, want in zip(SUFFIXES, wanted, strict=True)
+        ]
+        plain = Projection(projection.name, projection.parameters)
+        return Recipe(plain, num_experts, weight_format, (Part(*keys),))
+
+    def _published(self, path: str, num_experts: int, projection: Projection) -> Recipe:
+        target = projection.target(path)
+        parts = [part for name in projection.parameters for part in self._parts(f"{path}.{name}", num_experts)]
+        dtypes = {self.checkpoint.entry(key).dtype for part in parts for key in part}
+        if len(dtypes) != 1:
+            got = f"{target} stored as {' and '.join(sorted(map(str, dtypes)))}"
+            raise self._error(parts[0][0], got, "one dtype for all experts")
+        (dtype,) = dtypes
+        apart = not projection.flat and len(self.checkpoint.entry(parts[0][0]).shape) == 2
+        if dtype in _DENSE:
+            return Recipe(projection, num_experts, _DENSE[dtype], tuple(Part(part) for part in parts), apart)
+        if dtype != torch.float8_e4m3fn:
+            needs = f"{', '.join(f.name for f in DENSE_FORMATS)}, FP8 e4m3 with scales, MXFP4 blocks, or moestro's own"
+            raise self._error(parts[0][0], f"experts of {dtype}", needs)
+        if projection.transposed or projection.flat:
+            raise self._error(parts[0][0], "FP8 experts stored transposed", "FP8 experts stored [N, K]")
+        scaled = tuple(Part(part, tuple(self._scale(key) for key in part)) for part in parts)
+        return Recipe(projection, num_experts, self._fp8(scaled[0]), scaled, apart)
+
+    def _parts(self, parameter: str, num_experts: int) -> Iterator[tuple[str, ...]]:
+        named = self.names.named(parameter)
+        if named is None:
+            raise invalid_input(
+                OPERATION,
+                got=f"{self._folder} without a tensor for {parameter}",
+                needs="every weight of the model",
+                fix=_AS_SAVED,
+            )
+        for part in named.parts:
+            if len(part) not in (1, num_experts):
+                got = f"{len(part)} tensors such as this for the {num_experts} experts of {parameter}"
+                raise self._error(part[0], got, "one an expert")
+            yield part
+
+    def _scale(self, key: str) -> str:
+        return self._beside(f"{key}_scale_inv", key)
+
+    def _beside(self, wanted: str, key: str) -> str:
+        """The key of a tensor that `key` cannot be read without."""
+        if wanted not in self._known:
+            raise self._error(key, f"it without its {wanted}", "both: one holds the values, the other their scales")
+        return wanted
+
+    def _fp8(self, part: Part) -> WeightFormat:
+        size = self.quantization.block_size
+        if size == (128, 128):
+            return FORMATS["fp8-e4m3-b128"]
+        if size is not None:
+            raise self._error(part.data[0], f"FP8 scales of blocks {list(size)}", "blocks of [128, 128]")
+        rows = self.checkpoint.entry(part.scales[0]).shape
+        return FORMATS["fp8-e4m3-tensor" if not rows or set(rows) == {1} else "fp8-e4m3-channel"]
+
+    def _check(self, recipe: Recipe, holder: nn.Module, projection: Projection, target: str) -> None:
+        """Raise unless the tensors make up what the model's parameters say; only their headers are read."""
+        wanted = [projection.stack(holder.get_parameter(name), recipe.num_experts) for name in projection.parameters]
+        self._fit(recipe, (recipe.num_experts, sum(t.shape[1] for t in wanted), wanted[0].shape[2]), target)
+
+    def _fit(self, recipe: Recipe, wanted: tuple[int, ...], target: str) -> None:
+        empty = {}
+        for key in recipe.names:
+            entry = self.checkpoint.entry(key)
+            empty[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        key = recipe.parts[0].data[0]
+        try:
+            shape = tuple(recipe.build(empty).shape)
+        except (MoestroError, RuntimeError, IndexError) as error:
+            raise self._error(
+                key, f"{target} in shapes that do not fit ({error})", "the shapes of the format"
+            ) from error
+        if shape != wanted:
+            needs = f"{list(wanted)}, as the model's configuration says"
+            raise self._error(key, f"{target} of shape {list(shape)}", needs)
+
+    def _error(self, key: str, got: str, needs: str) -> MoestroError:
+        where = self.checkpoint.entry(key).file if key in self._known else self._folder
+        return invalid_input(OPERATION, got=f"{key} in {where}: {got}", needs=needs, fix=_AS_SAVED)

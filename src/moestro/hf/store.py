@@ -1,0 +1,221 @@
+"""The experts of one layer as a checkpoint stores them, in place of parameters.
+
+`Recipe` says how the logical experts of a projection are views of named tensors; `ExpertStore` keeps the tensors and
+the recipes inside a model. Nothing is computed here: what lies in a file stays there until an expert is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
+from moestro.hf.projections import Projection, Projections
+from moestro.weights import ExpertWeights
+
+STORE = "moestro_store"
+"""The name of the sub-module that holds a layer's stored experts."""
+
+SUFFIXES = ("data", "scales", "zeros", "global_scales")
+"""What the tensors of a projection in moestro's own checkpoints end with, in the order of PackedTensor."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Names of the tensors that make up some rows of every expert: of each kind one stacked, or one an expert."""
+
+    data: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
+    global_scales: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.data, *self.scales, *self.zeros, *self.global_scales)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the experts of one projection are views of a checkpoint's tensors.
+
+    Attributes:
+        projection: how dense tensors are laid out; packed ones are [E, N, .] or [N, .] always.
+        num_experts: E.
+        format: of all of them.
+        parts: rows of each expert, one part after the other.
+        apart: whether a single tensor is a matrix, and not a stack: for a single expert the names do not tell.
+    """
+
+    projection: Projection
+    num_experts: int
+    format: WeightFormat
+    parts: tuple[Part, ...]
+    apart: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor it reads."""
+        return tuple(name for part in self.parts for name in part.names)
+
+    def build(self, tensors: Mapping[str, Tensor]) -> StoredExperts:
+        """The experts [E, N, K] as views of the tensors; nothing is copied.
+
+        Raises:
+            InvalidInputError: a tensor is not of the shape or dtype the format asks for.
+        """
+        stacked = [self._stack(part, tensors) if self._stacked(part) else None for part in self.parts]
+        if len(stacked) == 1 and stacked[0] is not None:
+            return stacked[0]
+        return SplitTensor(
+            tuple(
+                tuple(
+                    stack[e] if stack is not None else self._matrix(part, tensors, e)
+                    for part, stack in zip(self.parts, stacked, strict=True)
+                )
+                for e in range(self.num_experts)
+            )
+        )
+
+    def _stacked(self, part: Part) -> bool:
+        return len(part.data) == 1 and not self.apart
+
+    def _stack(self, part: Part, tensors: Mapping[str, Tensor]) -> PackedTensor:
+        data = tensors[part.data[0]]
+        if self.format.is_dense:
+            return PackedTensor(self.projection.stack(data, self.num_experts), self.format)
+        kinds = (part.scales, part.zeros, part.global_scales)
+        rest = [tensors[names[0]] if names else None for names in kinds]
+        return PackedTensor(data.flatten(2), self.format, *rest)
+
+    def _matrix(self, part: Part, tensors: Mapping[str, Tensor], e: int) -> PackedTensor:
+        if self.format.is_dense:
+            return PackedTensor(tensors[part.data[e]], self.format)
+        kinds = (part.scales, part.zeros, part.global_scales)
+        scales, zeros, global_scales = (tensors[names[e]] if names else None for names in kinds)
+        if scales is not None and scales.dim() < 2:
+            scales = scales.reshape(-1, 1)
+        return PackedTensor(tensors[part.data[e]], self.format, scales, zeros, global_scales)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a store is made of: the projections it stands for, how to read them, and the full name of its module.
+
+    Attributes:
+        path: of the module that holds the store, inside the model.
+        projections: of that module.
+        gate_up, down: their recipes.
+        mapped: whether the tensors are views of files.
+    """
+
+    path: str
+    projections: Projections
+    gate_up: Recipe
+    down: Recipe
+    mapped: bool = field(default=False)
+
+
+class ExpertStore(nn.Module):
+    """Keeps one layer's stored experts: moves with the model, and appears in its state dict as in the checkpoint.
+
+    Casts (``.to(dtype)``, ``.half()``) leave it as it is: the bytes of a format have no other dtype.
+    """
+
+    def __init__(self, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.stored = stored
+        self.tensors = {name: tensors[name] for name in (*stored.gate_up.names, *stored.down.names)}
+        self._build()
+
+    def _build(self) -> None:
+        self._weights: ExpertWeights | None = None
+        self.gate_up = self.stored.gate_up.build(self.tensors)
+        self.down = self.stored.down.build(self.tensors)
+
+    @property
+    def format(self) -> str:
+        """The name of the format, or of both."""
+        names = dict.fromkeys((self.gate_up.format.name, self.down.format.name))
+        return " and ".join(names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts as stored."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    @property
+    def layout(self) -> str:
+        """The format, and whether the tensors are views of files."""
+        return f"{self.format}, {'memory-mapped' if self.stored.mapped else 'in memory'}"
+
+    def weights(self, holder: Any) -> ExpertWeights:
+        """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
+        projections = self.stored.projections
+        biases = [getattr(holder, f"{projection.name}_bias", None) for projection in projections.both]
+        known = self._weights
+        if known is None or known.gate_up_bias is not biases[0] or known.down_bias is not biases[1]:
+            norm = getattr(holder, "post_expert_norm", None)
+            known = ExpertWeights(self.gate_up, self.down, biases[0], biases[1], projections.activation, norm)
+            self._weights = known
+        return known
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStore:
+        for name, tensor in self.tensors.items():
+            device = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device)).device
+            if device != tensor.device:
+                self.tensors[name] = tensor.to(device)
+        self._build()
+        return self
+
+    def _outer(self, prefix: str) -> str:
+        own = f"{self.stored.path}.{STORE}." if self.stored.path else f"{STORE}."
+        return prefix.removesuffix(own)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self.tensors.items():
+            destination[self._outer(prefix) + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, tensor in self.tensors.items():
+            key = prefix + name
+            if key not in state_dict:
+                missing_keys.append(key)
+            elif state_dict[key].shape != tensor.shape or state_dict[key].dtype != tensor.dtype:
+                given = state_dict[key]
+                error_msgs.append(
+                    f"{key}: {given.dtype} {list(given.shape)}, stored {tensor.dtype} {list(tensor.shape)}"
+                )
+            else:
+                tensor.copy_(state_dict[key])
+
+    def extra_repr(self) -> str:
+        e, _, k = self.gate_up.shape
+        return f"num_experts={e}, hidden_size={k}, {self.layout}"
+
+
+def find_in_state(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load hook of a model: hand each store the tensors that stand under the checkpoint's names."""
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertStore):
+            for name in module.tensors:
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}{path}.{name}"] = state_dict.pop(prefix + name)
+
+
+def store_of(holder: nn.Module) -> ExpertStore | None:
+    """The stored experts of a module, if it has them in place of parameters."""
+    found = holder._modules.get(STORE)
+    return found if isinstance(found, ExpertStore) else None
