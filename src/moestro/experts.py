@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from operator import is_
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from moestro.errors import invalid_input
+from moestro.formats import PackedTensor, StoredExperts, WeightFormat, dense
+from moestro.formats.encode import Search
 from moestro.ops.expert_mlp import expert_mlp, run, tuning
 from moestro.types import SWIGLU, Activation, Routing
-from moestro.weights import ExpertWeights
+from moestro.weights import ExpertWeights, Layout
+
+_FORMATS = "moestro_formats"
+"""The key of a state dict's metadata under which stored experts name their formats."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A projection that is kept in buffers: how they make up the experts, their names, the shape [E, N, K]."""
+
+    layout: Layout
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def build(self, buffers: dict[str, Tensor | None]) -> StoredExperts:
+        return self.layout.build([buffers[name] for name in self.names])  # type: ignore[misc]
 
 
 class Experts(nn.Module):
@@ -23,8 +46,9 @@ class Experts(nn.Module):
         strategy: as for `moestro.expert_mlp`.
 
     Attributes:
-        gate_up: parameter [E, 2 * I, H] ([E, I, H] for a plain activation).
-        down: parameter [E, H, I].
+        gate_up: parameter [E, 2 * I, H] ([E, I, H] for a plain activation), or None where the experts are stored
+            otherwise than as one dense tensor; then buffers `gate_up_data`, `gate_up_scales` and so on hold them.
+        down: parameter [E, H, I], or None in the same way.
         gate_up_bias, down_bias: parameters [E, 2 * I] ([E, I]) and [E, H], or None.
 
     Raises:
@@ -52,15 +76,20 @@ class Experts(nn.Module):
         rows = intermediate_size * (2 if activation.gated else 1)
         self.activation = activation
         self.strategy = strategy
-        self.gate_up = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self._stored: dict[str, _Stored] = {}
+        self._built: tuple[list[Tensor | None], ExpertWeights] | None = None
+        self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
+        self.down: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.reset_parameters()
 
     @classmethod
     def from_weights(cls, weights: ExpertWeights, strategy: str = "auto") -> Experts:
-        """A module over existing dense weights; nothing is copied. Biases and strides stay as they are.
+        """A module over existing weights; nothing is copied, biases and strides stay as they are.
+
+        A projection that is one dense tensor becomes a parameter, which requires a gradient if the tensor did. Packed
+        experts and experts that lie apart become buffers: frozen, and of their dtypes whatever the module is cast to.
 
         Raises:
             InvalidInputError: the weights carry an output_norm, which is a module of its own.
@@ -75,32 +104,72 @@ class Experts(nn.Module):
         e, _, h = weights.gate_up.shape
         with torch.device("meta"):
             experts = cls(e, h, weights.intermediate_size, weights.activation, strategy=strategy)
-        tensors = {"gate_up": weights.gate_up.data, "down": weights.down.data}
-        tensors |= {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}  # type: ignore[dict-item]
-        for name, tensor in tensors.items():
-            parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-            setattr(experts, name, parameter)
+        for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+            experts._store(name, stored)
+        for name, bias in (("gate_up_bias", weights.gate_up_bias), ("down_bias", weights.down_bias)):
+            setattr(experts, name, None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
         return experts
+
+    def _store(self, name: str, stored: StoredExperts) -> None:
+        if isinstance(stored, PackedTensor) and stored.format.is_dense:
+            setattr(self, name, nn.Parameter(stored.data.detach(), stored.data.requires_grad))
+            return
+        setattr(self, name, None)
+        layout = Layout.of(stored)
+        kinds = [f"{name}_{kind}" for kind in layout.names]
+        if layout.num_blocks:
+            places = product(range(stored.shape[0]), range(layout.num_blocks))
+            kinds = [f"{kind}_{e}_{block}" for e, block in places for kind in kinds]
+        for buffer, tensor in zip(kinds, stored.tensors, strict=True):
+            self.register_buffer(buffer, tensor.detach())
+        self._stored[name] = _Stored(layout, tuple(kinds), stored.shape)
+
+    def quantize(self, format: str | WeightFormat, search: Search = "nearest") -> Experts:
+        """A module over the same experts in another format; see `ExpertWeights.quantize`. Biases are shared."""
+        return Experts.from_weights(self.weights.quantize(format, search), self.strategy)
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as nn.Linear; biases zero."""
         for weight in (self.gate_up, self.down):
-            bound = weight.shape[-1] ** -0.5
-            nn.init.uniform_(weight, -bound, bound)
+            if weight is not None:
+                bound = weight.shape[-1] ** -0.5
+                nn.init.uniform_(weight, -bound, bound)
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
     @property
     def weights(self) -> ExpertWeights:
-        """The parameters as the value the primitive takes."""
-        return ExpertWeights.from_dense(
-            self.gate_up, self.down, self.gate_up_bias, self.down_bias, activation=self.activation
+        """The parameters and buffers of the moment as the value the primitive takes."""
+        if not any(stored.layout.num_blocks for stored in self._stored.values()) or torch.compiler.is_compiling():
+            return self._build()
+        now = [*self._buffers.values(), *self._parameters.values()]
+        if self._built is None or not all(map(is_, now, self._built[0])):
+            self._built = now, self._build()
+        return self._built[1]
+
+    def _build(self) -> ExpertWeights:
+        gate_up, down = (
+            dense(tensor) if tensor is not None else self._stored[name].build(self._buffers)
+            for name, tensor in (("gate_up", self.gate_up), ("down", self.down))
         )
+        return ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, self.activation)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        parameter = getattr(self, name)
+        return self._stored[name].shape if parameter is None else tuple(parameter.shape)
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.shape[0]
+        return self._shape("down")[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self._shape("down")[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self._shape("down")[2]
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """y [T, H] for x [T, H]; everything is checked as in `moestro.expert_mlp`."""
@@ -110,6 +179,44 @@ class Experts(nn.Module):
         """`forward` for a routing that is known to fit, without checking its values."""
         return run(x, routing, self.weights, self.strategy)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        """Moves take stored experts along; casts leave them as they are: a format's bytes have no other dtype."""
+        buffers, self._buffers = self._buffers, {}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._buffers = buffers
+        for name, tensor in buffers.items():
+            assert tensor is not None
+            probe = fn(tensor.new_empty(0))
+            buffers[name] = fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._stored and hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][_FORMATS] = self._formats
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Refuse stored experts of other formats, which copying would turn into numbers nobody meant."""
+        errors: list[str] = rest[-1]
+        if local_metadata.get(_FORMATS, self._formats) != self._formats:
+            errors.append(f"{prefix[:-1]}: experts stored as {local_metadata[_FORMATS]}, here {self._formats}")
+        for name, tensor in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            if given is not None and tensor is not None and given.dtype != tensor.dtype:
+                errors.append(f"{prefix}{name}: {given.dtype}, here {tensor.dtype}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    @property
+    def _formats(self) -> dict[str, str]:
+        return {name: stored.layout.format.name for name, stored in self._stored.items()}
+
     def extra_repr(self) -> str:
-        e, _, h = self.gate_up.shape
-        return f"num_experts={e}, hidden_size={h}, intermediate_size={self.down.shape[2]}, strategy={self.strategy!r}"
+        stored = "".join(f", {name}={form}" for name, form in self._formats.items())
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, strategy={self.strategy!r}{stored}"
+        )

@@ -77,7 +77,7 @@ class MoE(nn.Module):
         Raises:
             InvalidInputError: the last dimension of x is not H, or a router's logits are NaN.
         """
-        shape, hidden_size = x.shape, self.experts.gate_up.shape[2]
+        shape, hidden_size = x.shape, self.experts.hidden_size
         if x.dim() < 1 or shape[-1] != hidden_size or not x.is_floating_point():
             raise invalid_input(
                 "MoE",
@@ -155,8 +155,8 @@ class FFN(MoE):
         ffn = cls(matrix.shape[1], last.weight.shape[1], num_experts, top_k, activation)
         ffn = ffn.to(dtype=matrix.dtype, device=matrix.device)
         with torch.no_grad():
-            ffn.experts.gate_up.copy_(matrix.expand_as(ffn.experts.gate_up))
-            ffn.experts.down.copy_(last.weight.expand_as(ffn.experts.down))
+            for parameter, copied in zip(ffn.experts.parameters(), (matrix, last.weight), strict=True):
+                parameter.copy_(copied.expand_as(parameter))
             _check_upcycled(dense, ffn)
         return ffn
 
@@ -164,8 +164,8 @@ class FFN(MoE):
 def _check_upcycled(dense: nn.Module, ffn: FFN) -> None:
     if type(dense).forward is nn.Module.forward:
         return  # a bare container of layers computes nothing to compare with
-    weight = ffn.experts.gate_up
-    x = torch.randn(8, weight.shape[2], generator=torch.Generator().manual_seed(0)).to(weight)
+    weight = next(ffn.experts.parameters())
+    x = torch.randn(8, ffn.experts.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight)
     training = dense.training
     found = disagreement(ffn(x), dense.eval()(x))
     dense.train(training)

@@ -1,7 +1,8 @@
 """The specification: a routed-expert layer in plain torch, to be checked by eye against its formulas.
 
-Every other implementation is tested against this file. It computes in float32, or in float64 when given float64
-weights; it is slow and does not try to be anything else. T, H, I, E, K as in `moestro.types`.
+Every other implementation is tested against this file. It dequantises a whole expert at a time and computes in float32,
+or in float64 when given float64 weights; it is slow and does not try to be anything else. T, H, I, E, K as in
+`moestro.types`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moestro.formats import StoredExperts, dequantize
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -43,12 +45,17 @@ def activate(z: Tensor, activation: Activation) -> Tensor:
     return gate if up is None else gate * (up + activation.up_offset)
 
 
+def matrix(stored: StoredExperts, e: int, dtype: torch.dtype) -> Tensor:
+    """Expert e's matrix [N, K] as the numbers that the stored bytes stand for."""
+    return torch.cat([dequantize(block, dtype) for block in stored.blocks(e)])
+
+
 def one_expert(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
     """E_e(x) for rows x [R, H] -> [R, H], in the dtype of x."""
-    h = x @ weights.gate_up.data[e].to(x.dtype).T
+    h = x @ matrix(weights.gate_up, e, x.dtype).T
     if weights.gate_up_bias is not None:
         h = h + weights.gate_up_bias[e].to(x.dtype)
-    y = activate(h, weights.activation) @ weights.down.data[e].to(x.dtype).T
+    y = activate(h, weights.activation) @ matrix(weights.down, e, x.dtype).T
     if weights.down_bias is not None:
         y = y + weights.down_bias[e].to(x.dtype)
     return y if weights.output_norm is None else weights.output_norm(y)
@@ -60,12 +67,13 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     Args:
         x: [T, H].
         routing: [T, K].
-        weights: dense formats.
+        weights: any format.
 
     Returns:
         [T, H] in float32, or float64 if x or a weight is float64.
     """
-    wide = torch.float64 if torch.float64 in (x.dtype, weights.gate_up.data.dtype) else torch.float32
+    stored = (weights.gate_up.format.storage, weights.down.format.storage)
+    wide = torch.float64 if torch.float64 in (x.dtype, *stored) else torch.float32
     x = x.to(wide)
     y = torch.zeros_like(x)
     for k in range(routing.top_k):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from moestro import formats
 from moestro.errors import invalid_input
-from moestro.formats import PackedTensor, SplitTensor, StoredExperts, dense
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
+from moestro.formats.encode import Search
 from moestro.types import SWIGLU, Activation, register_pytree
 
 OutputNorm = Callable[[Tensor], Tensor]
@@ -77,6 +81,26 @@ class ExpertWeights:
         """Wrap ordinary floating-point tensors; nothing is copied. Shapes and errors as for the class."""
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
 
+    def quantize(self, format: str | WeightFormat, search: Search = "nearest") -> ExpertWeights:
+        """The same experts in another format, stacked, each converted on its own; biases are kept as they are.
+
+        A projection that is already one stack in the format is taken over, not copied. Packed experts are dequantised
+        first, so what their format has lost stays lost. No gradient flows through.
+
+        Args:
+            format: a name of `moestro.formats.FORMATS` ("mxfp4"; dense ones too), or the format itself.
+            search: how scales are chosen, "nearest" or "mse".
+
+        Raises:
+            InvalidInputError: an unknown format, one that cannot store matrices of these sizes, or NaN or infinity in
+                the weights.
+        """
+        form = formats.find_format(format) if isinstance(format, str) else format
+        gate_up, down = (
+            _quantize(stored, form, search, name) for name, stored in (("gate_up", self.gate_up), ("down", self.down))
+        )
+        return replace(self, gate_up=gate_up, down=down)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor the weights are made of."""
@@ -99,6 +123,74 @@ class ExpertWeights:
     def bytes_per_expert(self) -> int:
         """Stored bytes that computing with one expert reads."""
         return sum(t.numel() * t.element_size() for t in self.tensors) // max(self.num_experts, 1)
+
+
+@torch.no_grad()
+def _quantize(stored: StoredExperts, form: WeightFormat, search: Search, name: str) -> PackedTensor:
+    """One expert at a time into the stack: beside it, no more than one expert is ever held in full precision."""
+    if isinstance(stored, PackedTensor) and stored.format == form:
+        return stored
+    num_experts, num_rows, num_columns = stored.shape
+    formats.check_shape(form, num_rows, num_columns, f"quantize {name}")
+    stack: list[Tensor] = []
+    for e in range(num_experts):
+        matrix = torch.cat([formats.dequantize(block, _source_dtype(block)) for block in stored.blocks(e)])
+        packed = formats.quantize(matrix, form, search, f"{name}[{e}]")
+        stack = stack or [t.new_empty(num_experts, *t.shape) for t in packed.tensors]
+        for all_experts, own in zip(stack, packed.tensors, strict=True):
+            all_experts[e] = own
+    return PackedTensor(format=form, **dict(zip(Layout(form).names, stack, strict=True)))
+
+
+def _source_dtype(block: PackedTensor) -> torch.dtype:
+    return block.data.dtype if block.format.is_dense else torch.float32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a list of tensors makes up the experts of one projection, in the order of their `tensors`.
+
+    Attributes:
+        format: of all of them.
+        num_blocks: matrices of each expert that lie apart; 0 for one stack.
+    """
+
+    format: WeightFormat
+    num_blocks: int = 0
+
+    @classmethod
+    def of(cls, stored: StoredExperts) -> Layout:
+        return cls(stored.format, len(stored.matrices[0]) if isinstance(stored, SplitTensor) else 0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields of `PackedTensor` that the format fills: one tensor of each for a stack, or for every matrix."""
+        scaling = self.format.scaling
+        if scaling is None:
+            return ("data",)
+        kinds = {"data": True, "scales": True, "zeros": scaling.zeros, "global_scales": scaling.global_scales}
+        return tuple(name for name, there in kinds.items() if there)
+
+    def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
+        """The experts made of these tensors; they come from a value of this layout and are not checked again."""
+        names = self.names
+        packed: list[PackedTensor] = [
+            _unchecked(PackedTensor, format=self.format, **dict(zip(names, tensors[i : i + len(names)], strict=True)))
+            for i in range(0, len(tensors), len(names))
+        ]
+        if not self.num_blocks:
+            return packed[0]
+        matrices = (tuple(packed[i : i + self.num_blocks]) for i in range(0, len(packed), self.num_blocks))
+        split: SplitTensor = _unchecked(SplitTensor, matrices=tuple(matrices))
+        return split
+
+
+def _unchecked(cls: Any, **values: Any) -> Any:
+    """A frozen value without the checks of its constructor; fields that are not named keep their defaults."""
+    made = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 register_pytree(PackedTensor, static=("format",))

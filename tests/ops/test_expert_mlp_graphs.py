@@ -57,12 +57,13 @@ def test_float16_gradients_do_not_overflow_between_the_matmuls(strategy):
         x,
         routing.expert_ids,
         routing.routing_weights,
-        gate_up.half(),
-        down.half(),
+        [gate_up.half()],
+        [down.half()],
         None,
         None,
         "output",
         encode(Activation()),
+        "float16|float16",
         strategy,
     )
     assert_close(torch.autograd.grad(node.float().sum(), x)[0], grad)
@@ -152,9 +153,8 @@ def test_traced_node_and_its_gradient(weight_on, bias):
         x, w, gate_up, down, *biases = leaves
         biases = biases or [None, None]
         if node:
-            y = torch.ops.moestro.expert_mlp(
-                x, routing.expert_ids, w, gate_up, down, *biases, weight_on, encode(activation), "auto"
-            )
+            words = (weight_on, encode(activation), "float32|float32", "auto")
+            y = torch.ops.moestro.expert_mlp(x, routing.expert_ids, w, [gate_up], [down], *biases, *words)
         else:
             routed = Routing(routing.expert_ids, w, weight_on)
             y = moestro.expert_mlp(x, routed, ExpertWeights.from_dense(gate_up, down, *biases, activation))
@@ -170,7 +170,9 @@ def test_traced_node_is_a_well_formed_operator():
     sizes = problems.Sizes(5, 8, 6, 3, 2)
     weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes, kind="full")
     leaves = [t.requires_grad_() for t in (torch.randn(5, 8), routing.routing_weights, *weights.tensors)]
-    arguments = (leaves[0], routing.expert_ids, *leaves[1:], None, None, "output", encode(Activation()), "auto")
+    x, w, gate_up, down = leaves
+    words = ("output", encode(Activation()), "float32|float32", "auto")
+    arguments = (x, routing.expert_ids, w, [gate_up], [down], None, None, *words)
     torch.library.opcheck(torch.ops.moestro.expert_mlp, arguments)
 
 

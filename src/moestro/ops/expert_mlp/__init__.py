@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moestro import machine, settings
+from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import _select
@@ -27,17 +27,19 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
     Args:
         x: [T, H], float32, bfloat16, float16 or float64, on the device of the weights.
         routing: [T, K].
-        weights: E experts of hidden size H.
+        weights: E experts of hidden size H, stored in any format. Packed experts are dequantised as they are used, a
+            panel of rows at a time; no whole expert is ever written out.
         strategy: "auto" (by shape), "grouped", "blockwise" (or "blockwise-64" to set the block size), "selective"
             or "all_experts". All give the same result up to rounding.
 
     Returns:
         [T, H] in the dtype of x. Sums over slots are accumulated in float32 at least. Differentiable in x, the
-        routing weights, and the weights and biases of the experts.
+        routing weights, the biases, and the weights of experts in a dense format.
 
     Raises:
         InvalidInputError: shapes, devices, dtypes, ids or weights do not fit; an unknown strategy.
-        UnsupportedError: a forced implementation cannot run these arguments.
+        UnsupportedError: no implementation, or not the forced one, can run these arguments: an unknown format, packed
+            weights that require a gradient, meta tensors.
     """
     _check(x, routing, weights)
     routing.check(weights.num_experts, "expert_mlp")
@@ -85,7 +87,7 @@ def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
 def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> int:
     """The block size for this shape on this machine, from its measured roof (about a second, once a process)."""
     roof = machine.roof(x.dtype, x.device.type)
-    bytes_per_weight = weights.gate_up.data.element_size()
+    bytes_per_weight = weights.gate_up.format.bits / 8
     return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance, bytes_per_weight)
 
 
@@ -109,20 +111,24 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
             needs="one row of ids for each row of x",
             fix="Route the same tokens that you pass.",
         )
-    devices = {x.device, routing.expert_ids.device, weights.gate_up.data.device}
+    devices = {x.device, routing.expert_ids.device, weights.gate_up.device}
     if len(devices) > 1:
         raise invalid_input(
             "expert_mlp",
-            got=f"x on {x.device}, routing on {routing.expert_ids.device}, weights on {weights.gate_up.data.device}",
+            got=f"x on {x.device}, routing on {routing.expert_ids.device}, weights on {weights.gate_up.device}",
             needs="one device",
             fix="Move the tokens to the weights with .to(device).",
         )
 
 
 def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    for name, packed in (("gate_up", weights.gate_up), ("down", weights.down)):
-        if packed.format not in DENSE_FORMATS:
-            return f"it reads dense formats only, and {name} is stored as {packed.format.name}"
+    for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+        form = stored.format
+        if form not in DENSE_FORMATS:
+            if formats.FORMATS.get(form.name) != form:
+                return f"it reads the formats of moestro.formats.FORMATS, and {name} is stored as {form.name}"
+            if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
+                return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
     return "meta tensors hold no values to compute with" if x.device.type == "meta" else None
 
 

@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moestro.ops.expert_mlp.stored import product, transposed_product
+from moestro.ops.expert_mlp.tuning import compute_dtype, dense_stack
 from moestro.ops.grouping import plain as grouping
 from moestro.reference import activate
 from moestro.types import Activation, Routing
@@ -48,11 +50,12 @@ def expert_mlp_backward(
 ) -> Gradients:
     """Gradients of sum(grad * expert_mlp(x, routing, weights)), the forward recomputed expert by expert.
 
-    Computed in float32 (float64 if an input is). `needed` says of which of the fields of `Gradients`.
+    Computed in float32 (float64 if an input is), the experts read panel by panel. `needed` says of which of the fields
+    of `Gradients`; of gate_up and down only where they are one tensor of a dense format.
     """
-    stored = (weights.gate_up.data, weights.down.data, weights.gate_up_bias, weights.down_bias)
-    wide = torch.promote_types(torch.promote_types(x.dtype, stored[0].dtype), torch.float32)
-    shapes = (x.to(wide), routing.routing_weights, *stored)
+    stacks = (dense_stack(weights.gate_up), dense_stack(weights.down))
+    wide = torch.promote_types(compute_dtype(x, weights), torch.float32)
+    shapes = (x.to(wide), routing.routing_weights, *stacks, weights.gate_up_bias, weights.down_bias)
     grads = Gradients(
         *(torch.zeros_like(t) if want and t is not None else None for t, want in zip(shapes, needed, strict=True))
     )
@@ -71,15 +74,15 @@ def expert_mlp_backward(
 
 def _one_expert(group: _Group, weights: ExpertWeights, grads: Gradients) -> None:
     e, w, wide = group.expert, group.w, group.x.dtype
-    gate_up, down = weights.gate_up.data[e].to(wide), weights.down.data[e].to(wide)
+    gate_up, down = weights.gate_up.blocks(e), weights.down.blocks(e)
     fed = group.x * w if group.on_input else group.x
-    h = fed @ gate_up.T
+    h = product(fed, gate_up)
     if weights.gate_up_bias is not None:
         h = h + weights.gate_up_bias[e].to(wide)
     a = activate(h, weights.activation)
 
     grad_z = group.grad if group.on_input else group.grad * w
-    grad_h = activation_backward(h, grad_z @ down, weights.activation)
+    grad_h = activation_backward(h, transposed_product(grad_z, down), weights.activation)
     if grads.gate_up is not None:
         grads.gate_up[e] = grad_h.T @ fed
     if grads.down is not None:
@@ -89,13 +92,13 @@ def _one_expert(group: _Group, weights: ExpertWeights, grads: Gradients) -> None
     if grads.down_bias is not None:
         grads.down_bias[e] = grad_z.sum(0)
     if grads.x is not None or (grads.routing_weights is not None and group.on_input):
-        grad_fed = grad_h @ gate_up
+        grad_fed = transposed_product(grad_h, gate_up)
         if grads.x is not None:
             grads.x.index_add_(0, group.tokens, grad_fed * w if group.on_input else grad_fed)
         if grads.routing_weights is not None and group.on_input:
             grads.routing_weights.view(-1)[group.pairs] = (grad_fed * group.x).sum(1).to(grads.routing_weights.dtype)
     if grads.routing_weights is not None and not group.on_input:
-        z = a @ down.T
+        z = product(a, down)
         if weights.down_bias is not None:
             z = z + weights.down_bias[e].to(wide)
         grads.routing_weights.view(-1)[group.pairs] = (group.grad * z).sum(1).to(grads.routing_weights.dtype)

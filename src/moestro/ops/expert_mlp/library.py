@@ -11,27 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro.errors import unsupported
-from moestro.formats import dense
+from moestro import formats
+from moestro.errors import UnsupportedError, unsupported
+from moestro.formats import SplitTensor, StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
 from moestro.types import Activation, Routing
-from moestro.weights import ExpertWeights
+from moestro.weights import ExpertWeights, Layout
 
 
 def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     """Record the node in the graph being traced.
 
     Raises:
-        UnsupportedError: the weights carry a Python function, which a graph cannot hold.
+        UnsupportedError: the weights carry a Python function, which a graph cannot hold; are of a format without a
+            name; or are not one dense stack and require a gradient.
     """
-    if any(packed.format not in DENSE_FORMATS for packed in (weights.gate_up, weights.down)):
-        raise unsupported(
-            "expert_mlp",
-            got=f"torch.compile with weights stored as {weights.gate_up.format.name} and {weights.down.format.name}",
-            needs="dense formats, whose dtype is their whole description",
-            fix="Call it outside the graph.",
-        )
     if weights.activation.function is not None or weights.output_norm is not None:
         raise unsupported(
             "expert_mlp",
@@ -39,19 +34,60 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
             needs="an activation that is data",
             fix="Describe it with Activation's fields, or keep the layer out of the graph (torch.compiler.disable).",
         )
+    gate_up, down = list(weights.gate_up.tensors), list(weights.down.tensors)
+    layout = f"{write_layout(weights.gate_up)}|{write_layout(weights.down)}"
+    if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
+        raise _untrained(layout)
     out: Tensor = torch.ops.moestro.expert_mlp(
         x,
         routing.expert_ids,
         routing.routing_weights,
-        weights.gate_up.data,
-        weights.down.data,
+        gate_up,
+        down,
         weights.gate_up_bias,
         weights.down_bias,
         routing.weight_on,
         encode(weights.activation),
+        layout,
         strategy,
     )
     return out
+
+
+_TRAINED = frozenset(f"{a.name}|{b.name}" for a in DENSE_FORMATS for b in DENSE_FORMATS)
+"""The layouts whose weights have gradients in a graph: one ordinary tensor a projection."""
+
+
+def _untrained(layout: str) -> UnsupportedError:
+    return unsupported(
+        "expert_mlp",
+        got=f"torch.compile with experts stored as {layout.replace('|', ' and ')} that require a gradient",
+        needs="frozen experts, or all experts of a projection in one floating-point tensor",
+        fix="Call requires_grad_(False) on them, or stack them and use ExpertWeights.from_dense.",
+    )
+
+
+def write_layout(stored: StoredExperts) -> str:
+    """How the tensors of a projection make up its experts, as a string: "mxfp4", or "mxfp4/2" for two matrices each.
+
+    Raises:
+        UnsupportedError: the format is not the one that `moestro.formats` knows by its name.
+    """
+    form = stored.format
+    if form not in DENSE_FORMATS and formats.FORMATS.get(form.name) != form:
+        raise unsupported(
+            "expert_mlp",
+            got=f"torch.compile with weights stored as {form.name}",
+            needs="a format of moestro.formats.FORMATS, which a graph can name",
+            fix="Call it outside the graph.",
+        )
+    return f"{form.name}/{len(stored.matrices[0])}" if isinstance(stored, SplitTensor) else form.name
+
+
+def read_layout(text: str) -> Layout:
+    """The `Layout` that `write_layout` wrote."""
+    name, _, num_blocks = text.partition("/")
+    return Layout(formats.find_format(name), int(num_blocks or 0))
 
 
 _READS_IDS = (torch.Tag.cudagraph_unsafe,)
@@ -78,22 +114,34 @@ def decode(text: str) -> Activation:
     )
 
 
+def _weights(
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    words: tuple[str, str],
+) -> ExpertWeights:
+    activation, layout = words
+    first, last = (read_layout(text) for text in layout.split("|"))
+    return ExpertWeights(first.build(gate_up), last.build(down), *biases, decode(activation))
+
+
 @torch.library.custom_op("moestro::expert_mlp", mutates_args=(), tags=_READS_IDS)
 def _expert_mlp(
     x: Tensor,
     expert_ids: Tensor,
     routing_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     weight_on: str,
     activation: str,
+    layout: str,
     strategy: str,
 ) -> Tensor:
     from moestro.ops.expert_mlp import run
 
-    weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
+    weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
     return run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
 
 
@@ -102,25 +150,22 @@ def _(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
-"""Positions of x, routing_weights, gate_up, down and the biases among the arguments."""
-
-
 @torch.library.custom_op("moestro::expert_mlp_backward", mutates_args=(), tags=_READS_IDS)
 def _expert_mlp_backward(
     grad: Tensor,
     x: Tensor,
     expert_ids: Tensor,
     routing_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     weight_on: str,
     activation: str,
+    layout: str,
     needed: list[bool],
 ) -> list[Tensor]:
-    weights = ExpertWeights(dense(gate_up), dense(down), gate_up_bias, down_bias, decode(activation))
+    weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
     routing = Routing(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
     g = expert_mlp_backward(grad, x, routing, weights, needed)
     found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
@@ -129,19 +174,35 @@ def _expert_mlp_backward(
 
 @_expert_mlp_backward.register_fake
 def _(grad: Tensor, x: Tensor, expert_ids: Tensor, *rest: Any) -> list[Tensor]:
-    wanted = [t for t, want in zip((x, *rest[:5]), rest[-1], strict=True) if want]
+    routing_weights, gate_up, down, *biases = rest[:5]
+    inputs = (x, routing_weights, gate_up[0], down[0], *biases)
+    wanted = [t for t, want in zip(inputs, rest[-1], strict=True) if want]
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.words = inputs[7:9]
+    x, ids, routing_weights, gate_up, down, gate_up_bias, down_bias = inputs[:7]
+    ctx.save_for_backward(x, ids, routing_weights, gate_up_bias, down_bias, *gate_up, *down)
+    ctx.num_gate_up, ctx.num_down = len(gate_up), len(down)
+    ctx.words = inputs[7:10]
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    grads = iter(torch.ops.moestro.expert_mlp_backward(grad, *ctx.saved_tensors, *ctx.words, needed))
-    return tuple(next(grads) if i in _DIFFERENTIABLE and ctx.needs_input_grad[i] else None for i in range(10))
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, ids, routing_weights, gate_up_bias, down_bias, *stored = ctx.saved_tensors
+    gate_up, down = stored[: ctx.num_gate_up], stored[ctx.num_gate_up :]
+    wants = ctx.needs_input_grad
+    needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
+    if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
+        raise _untrained(ctx.words[2])
+    grads = iter(
+        torch.ops.moestro.expert_mlp_backward(
+            grad, x, ids, routing_weights, gate_up, down, gate_up_bias, down_bias, *ctx.words, needed
+        )
+    )
+    of_x, of_routing, of_gate_up, of_down, *of_biases = (next(grads) if want else None for want in needed)
+    gate_up_grads = [of_gate_up] + [None] * (ctx.num_gate_up - 1)
+    down_grads = [of_down] + [None] * (ctx.num_down - 1)
+    return (of_x, None, of_routing, gate_up_grads, down_grads, *of_biases, None, None, None, None)
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_setup_context)

@@ -46,10 +46,11 @@ class Way(Enum):
 def matmul(x: Tensor, w: Tensor, way: Way) -> Tensor:
     """x [n, K] @ w [N, K].T -> [n, N], possibly a transposed view.
 
-    In float32 for the ways that widen, in the dtype of w for a vector, else in the dtype that both promote to.
+    In float32 (float64 if x is) for the ways that widen, in the dtype of w for a vector, else in the dtype that both
+    promote to.
     """
     if way.widens:
-        return _widened(x.float(), w, columns=way is Way.WIDEN_COLUMNS)
+        return _widened(x if x.dtype == torch.float64 else x.float(), w, columns=way is Way.WIDEN_COLUMNS)
     if way is Way.VECTOR:
         return torch.mv(w, x[0].to(w.dtype))[None]
     if x.dtype != w.dtype:
@@ -72,16 +73,21 @@ def matmul_spans(
         return matmul(x, stack[spans[0].expert], ways[0]).to(dtype)
     if out is None:
         out = torch.empty(x.shape[0], stack.shape[1], dtype=dtype, device=x.device)
-    in_place = x.dtype == stack.dtype == out.dtype
     sizes = [stop - start for _, start, stop in spans]
     for (e, _, _), way, rows, target in zip(spans, ways, torch.split(x, sizes), torch.split(out, sizes), strict=True):
-        if way is Way.ROWS and in_place:
-            torch.mm(rows, stack[e].t(), out=target)
-        elif way is Way.VECTOR and in_place:
-            torch.mv(stack[e], rows[0], out=target[0])
-        else:
-            target.copy_(matmul(rows, stack[e], way))
+        matmul_into(rows, stack[e], way, target)
     return out
+
+
+def matmul_into(x: Tensor, w: Tensor, way: Way, target: Tensor) -> None:
+    """Write x [n, K] @ w [N, K].T to target [n, N], without a copy where the dtypes and the way allow."""
+    in_place = x.dtype == w.dtype == target.dtype
+    if way is Way.ROWS and in_place:
+        torch.mm(x, w.t(), out=target)
+    elif way is Way.VECTOR and in_place:
+        torch.mv(w, x[0], out=target[0])
+    else:
+        target.copy_(matmul(x, w, way))
 
 
 def _fits_grouped_mm(x: Tensor, stack: Tensor) -> bool:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moestro.formats import StoredExperts
 from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
-from moestro.ops.expert_mlp.tuning import ACCUMULATE_BYTES, batch_rows, choose_way, small_experts, widens
+from moestro.ops.expert_mlp.stored import recorded, stored_spans
+from moestro.ops.expert_mlp.tuning import ACCUMULATE_BYTES, batch_rows, choose_ways, compute_dtype, dense_stack
 from moestro.ops.grouping import plain as grouping
 from moestro.reference import activate
 from moestro.types import Activation, Routing
@@ -37,22 +39,28 @@ class Batch(NamedTuple):
 
 def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
     """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
-    stored, device = weights.gate_up.data.dtype, rows.device
-    mixed = rows.dtype != stored
-    if mixed or small_experts(weights.gate_up.data):
-        ways = [Way.ROWS] * len(spans)
-    else:
-        ways = [choose_way(stop - start, weights.gate_up.data) for _, start, stop in spans]
-    wide = torch.float32 if not mixed and widens(stored, device.type) else torch.promote_types(rows.dtype, stored)
-
-    h = matmul_spans(rows, weights.gate_up.data, spans, ways, wide, None)
+    first, last = weights.gate_up, weights.down
+    wide = compute_dtype(rows, weights)
+    ways = choose_ways(rows, first, spans, wide)
+    h = _times(rows, first, spans, ways, wide, None)
     if weights.gate_up_bias is not None:
         h.add_(_of_rows(weights.gate_up_bias, spans))
     a = _activate_in_place(h, weights.activation, rows.dtype)
-    y = matmul_spans(a, weights.down.data, spans, ways, wide, out)
+    if last.format is not first.format:
+        ways = choose_ways(rows, last, spans, wide)
+    y = _times(a, last, spans, ways, wide, out)
     if weights.down_bias is not None:
         y.add_(_of_rows(weights.down_bias, spans))
     return y if weights.output_norm is None else y.copy_(weights.output_norm(y.to(rows.dtype)))
+
+
+def _times(
+    x: Tensor, stored: StoredExperts, spans: Sequence[Span], ways: Sequence[Way], dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    stack = dense_stack(stored)
+    if stack is None:
+        return stored_spans(x, stored, spans, ways, dtype, out)
+    return matmul_spans(x, stack, spans, ways, dtype, out)
 
 
 def _of_rows(bias: Tensor, spans: Sequence[Span]) -> Tensor:
@@ -65,19 +73,23 @@ def _of_rows(bias: Tensor, spans: Sequence[Span]) -> Tensor:
 
 def differentiable_rows(rows: Tensor, weights: ExpertWeights, e: int) -> Tensor:
     """E_e(x) for rows [n, H] -> [n, H], every step recorded by autograd."""
-    stored = weights.gate_up.data.dtype
-    wide = torch.float32 if widens(stored, rows.device.type) else stored
-    h = matmul(rows.to(torch.promote_types(rows.dtype, wide)), weights.gate_up.data[e], Way.ROWS)
+    h = _times_recorded(rows, weights.gate_up, e, weights)
     if weights.gate_up_bias is not None:
         h = h + weights.gate_up_bias[e]
     if weights.activation.function is not None:
         a = weights.activation.function(h.to(rows.dtype)).to(h.dtype)
     else:
         a = activate(h, weights.activation)
-    y = matmul(a, weights.down.data[e], Way.ROWS)
+    y = _times_recorded(a, weights.down, e, weights)
     if weights.down_bias is not None:
         y = y + weights.down_bias[e]
     return y if weights.output_norm is None else weights.output_norm(y.to(rows.dtype))
+
+
+def _times_recorded(x: Tensor, stored: StoredExperts, e: int, weights: ExpertWeights) -> Tensor:
+    wide = torch.promote_types(x.dtype, compute_dtype(x, weights))
+    stack = dense_stack(stored)
+    return recorded(x.to(wide), stored, e) if stack is None else matmul(x.to(wide), stack[e], Way.ROWS)
 
 
 def _activate_in_place(h: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
@@ -105,7 +117,8 @@ def nothing(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     y = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
     if records(x, routing, weights):
         for tensor in (routing.routing_weights, *weights.tensors):
-            y = y + tensor[:0].sum().to(y.dtype)
+            if tensor.requires_grad:
+                y = y + tensor[:0].sum().to(y.dtype)
     return y
 
 
@@ -185,7 +198,7 @@ def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     row_weights = routing.routing_weights.reshape(-1)[order.token_ids * routing.top_k + order.slots]
 
     def batches() -> Iterator[Batch]:
-        for spans in batch_spans(offsets, batch_rows(weights.gate_up.data)):
+        for spans in batch_spans(offsets, batch_rows(weights.gate_up)):
             start, stop = spans[0].start, spans[-1].stop
             rows = x.index_select(0, order.token_ids[start:stop])
             local = [Span(e, a - start, b - start) for e, a, b in spans]
@@ -290,7 +303,7 @@ def all_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
         w = routing.routing_weights.masked_fill(~chosen, 0.0)
         if routing.weight_on == "output":
             hit = chosen.any(1)
-            z = _everyone(x, hit, routing, weights, e) * w.sum(1, keepdim=True)
+            z = _everyone(x, hit, routing, weights, e) * w.sum(1, keepdim=True, dtype=wide)
             y = y + torch.where(hit[:, None], z, 0.0)
             continue
         for k in range(routing.top_k):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
-from moestro.ops.expert_mlp.matmul import Way
+from moestro.formats import PackedTensor, StoredExperts, WeightFormat
+from moestro.ops.expert_mlp.matmul import Span, Way
+from moestro.weights import ExpertWeights
 
 STRATEGIES = ("grouped", "blockwise", "selective", "all_experts")
 
@@ -27,9 +30,15 @@ def small_experts(stack: Tensor) -> bool:
     return stack.dtype in (torch.float32, torch.bfloat16) and stack[:1].nbytes <= SMALL_BYTES
 
 
-def batch_rows(stack: Tensor) -> int:
+def batch_rows(stored: StoredExperts) -> int:
     """Experts of few rows share what stands between their matmuls up to this many rows."""
-    return 4096 if small_experts(stack) else 32
+    stack = dense_stack(stored)
+    return 4096 if stack is not None and small_experts(stack) else 32
+
+
+def dense_stack(stored: StoredExperts) -> Tensor | None:
+    """The experts as one ordinary tensor [E, N, K], or None where they are packed or lie apart."""
+    return stored.data if isinstance(stored, PackedTensor) and stored.format.is_dense else None
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,51 @@ def choose_way(num_rows: int, stack: Tensor) -> Way:
     return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
 
 
+def choose_mixed_way(num_rows: int, device_type: str) -> Way:
+    """The same for rows of a wider dtype than the matrix: on a CPU it is converted a panel at a time."""
+    if device_type != "cpu":
+        return Way.ROWS
+    return Way.WIDEN if num_rows <= 8 else Way.WIDEN_COLUMNS
+
+
+def choose_panel_way(num_rows: int, dtype: torch.dtype) -> Way:
+    """How to multiply `num_rows` rows by a dequantised panel of `dtype` that is still in cache."""
+    if num_rows == 1:
+        return Way.VECTOR
+    return Way.COLUMNS if num_rows < (112 if dtype == torch.bfloat16 else 40) else Way.ROWS
+
+
+def choose_ways(rows: Tensor, stored: StoredExperts, spans: Sequence[Span], dtype: torch.dtype) -> list[Way]:
+    """How to multiply each span of the rows, as the caller passed them, by its expert; `dtype` computes."""
+    sizes = [stop - start for _, start, stop in spans]
+    if not stored.format.is_dense:
+        return [choose_panel_way(size, dtype) for size in sizes]
+    stack = stored.data if isinstance(stored, PackedTensor) else stored.matrices[0][0].data[None]
+    if small_experts(stack):
+        return [Way.ROWS] * len(sizes)
+    if torch.promote_types(rows.dtype, stack.dtype) != stack.dtype:
+        return [choose_mixed_way(size, rows.device.type) for size in sizes]
+    return [choose_way(size, stack) for size in sizes]
+
+
 def widens(dtype: torch.dtype, device_type: str) -> bool:
     """Whether rows of this dtype are float32 between the two matmuls."""
     if device_type != "cpu":
         return False
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
+
+
+def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
+    """What rows like x are multiplied in, and what stands between the two matmuls."""
+    first, last = weights.gate_up.format, weights.down.format
+    dtype = _compute_dtype(x, first)
+    return dtype if last is first else torch.promote_types(dtype, _compute_dtype(x, last))
+
+
+def _compute_dtype(x: Tensor, stored: WeightFormat) -> torch.dtype:
+    """Packed weights take the dtype of x, as wide as `widens` asks; float16 could not hold all of their scales."""
+    device_type = x.device.type
+    if stored.is_dense and x.dtype != stored.storage:
+        return torch.promote_types(x.dtype, stored.storage)
+    packed_half = not stored.is_dense and x.dtype == torch.float16
+    return torch.float32 if packed_half or widens(x.dtype, device_type) else x.dtype
