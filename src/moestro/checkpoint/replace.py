@@ -24,6 +24,12 @@ class Output:
         with explained(self._path):
             self._file.write(data)
 
+    def write_at(self, position: int, data: bytes | memoryview) -> None:
+        """Write from this byte on; what no write reaches is zero."""
+        with explained(self._path):
+            self._file.seek(position)
+            self._file.write(data)
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Output]:

@@ -61,7 +61,7 @@ def _write_tensor(file: Output, spec: TensorSpec, pieces: Iterable[Tensor], hash
     done = 0
     for piece in pieces:
         done += _checked(spec, piece, done)
-        data = _bytes_of(piece)
+        data = bytes_of(piece)
         if hashing is not None:
             hashing.result()
         hashing = hasher.submit(digest.update, data)
@@ -97,7 +97,8 @@ def _wrong(spec: TensorSpec, got: str, needs: str) -> InvalidInputError:
     )
 
 
-def _bytes_of(piece: Tensor) -> memoryview:
+def bytes_of(piece: Tensor) -> memoryview:
+    """The bytes of a tensor as a file holds them; a copy only where the tensor is not contiguous or not on the CPU."""
     plain = piece.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 

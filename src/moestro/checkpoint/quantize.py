@@ -1,0 +1,312 @@
+"""Quantise the experts of a checkpoint, shard by shard, so that a run that was stopped can be continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moestro.checkpoint.checksums import CHECKSUMS, write_checksums
+from moestro.checkpoint.interleave import write_interleaved
+from moestro.checkpoint.items import Item
+from moestro.checkpoint.outputs import OPERATION, Outputs, plan_outputs
+from moestro.checkpoint.read import Checkpoint
+from moestro.checkpoint.replace import PARTIAL, replace_text, replacing
+from moestro.checkpoint.resume import (
+    RECORD,
+    PartialFolder,
+    Record,
+    is_complete,
+    open_partial,
+)
+from moestro.checkpoint.scheme import Scheme
+from moestro.checkpoint.sources import ExpertSource
+from moestro.checkpoint.write import write_index
+from moestro.errors import invalid_input
+
+SHARD_BYTES = 5 * 10**9
+CONFIG = "config.json"
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".tflite"}
+"""Endings of files that hold weights, or parts of them: they are not copied."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is to be quantised, into what, and where to.
+
+    Attributes:
+        folder: the source: its config.json is rewritten, its weights are replaced, every other file of it is copied.
+        checkpoint: the weights in it.
+        experts: the projections among them that are quantised.
+        destination: the folder to make.
+        scheme: the formats.
+        shard_bytes: the most tensor bytes of a file. A projection that is larger has a file of its own.
+        checksums: whether to write the SHA-256 of every tensor beside the files, for `Checkpoint.verify`.
+    """
+
+    folder: Path
+    checkpoint: Checkpoint
+    experts: Sequence[ExpertSource]
+    destination: Path
+    scheme: Scheme
+    shard_bytes: int = SHARD_BYTES
+    checksums: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        written: bytes of tensors on the disk, those of earlier runs included.
+        total: bytes of all tensors.
+        tensor: what is being written; "" before the first.
+        shard, num_shards: the number of the file it belongs to, from 1, and of all.
+    """
+
+    written: int
+    total: int
+    tensor: str
+    shard: int
+    num_shards: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run made, or found made.
+
+    Attributes:
+        destination: the folder.
+        complete_before: whether an earlier run had made all of it, so that this one wrote nothing.
+        num_shards, num_resumed: files of weights, and how many of them earlier runs had finished.
+        num_tensors: in them.
+        formats: the number of projections in each format.
+        bytes_before, bytes_after: of all tensors.
+        expert_bytes_before, expert_bytes_after: of the experts, scales included.
+        bits_per_weight: stored bits of an expert's weight, scales included, on average.
+        seconds: of this run.
+    """
+
+    destination: Path
+    complete_before: bool
+    num_shards: int
+    num_resumed: int
+    num_tensors: int
+    formats: Mapping[str, int]
+    bytes_before: int
+    bytes_after: int
+    expert_bytes_before: int
+    expert_bytes_after: int
+    bits_per_weight: float
+    seconds: float
+
+
+OnProgress = Callable[[Progress], object]
+
+
+def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Report:
+    """Quantise the experts of a checkpoint into a new folder; everything else in it is copied byte for byte.
+
+    Everything that can be checked without reading weights is checked first, the free disk space included. The result
+    is written to a folder beside the destination, with ".partial" after its name, and renamed when it is complete. A
+    run that stops, for whatever reason, is continued by the same call: files that were complete are kept, and the
+    result has the same bytes as one that never stopped. If the result is there already, nothing is written. One expert
+    at a time is in memory.
+
+    Args:
+        job: what, and where to.
+        on_progress: called when the first byte is about to be written, and after each piece.
+
+    Raises:
+        InvalidInputError: what `plan_outputs` refuses; a destination that is anything else than absent, empty or the
+            result of the same job; too little disk space; a weight that is not finite.
+        OSError: the disk failed, or is full after all. What was finished is kept.
+    """
+    start = time.perf_counter()
+    outputs = plan_outputs(job.checkpoint, job.experts, job.scheme, job.shard_bytes)
+    _check_place(job)
+    config = _config(job)
+    record = _record(job, outputs, config)
+    if is_complete(job.destination, record):
+        return _report(job, outputs, len(outputs.shards), start, complete_before=True)
+    with open_partial(job.destination, record) as partial:
+        resumed = len(partial.finished)
+        _check_space(job, outputs, partial)
+        partial.begin()
+        _write_shards(job, outputs, partial, on_progress or (lambda progress: None))
+        _write_rest(job, outputs, partial, config)
+        partial.commit()
+    return _report(job, outputs, resumed, start)
+
+
+def _check_place(job: Job) -> None:
+    source, destination = job.folder.resolve(), job.destination.resolve()
+    for inner, outer, how in ((destination, source, "in"), (source, destination, "around")):
+        if inner == outer or inner.is_relative_to(outer):
+            where = "is" if inner == outer else f"lies {how}"
+            raise invalid_input(
+                OPERATION,
+                got=f"destination {destination}, which {where} the source {source}",
+                needs="a folder beside the source",
+                fix="Name another folder; the source stays as it is.",
+            )
+    if job.destination.exists() and not job.destination.is_dir():
+        raise invalid_input(
+            OPERATION, got=f"destination {job.destination}, a file", needs="a folder", fix="Name another."
+        )
+
+
+def _config(job: Job) -> dict[str, Any]:
+    """The config.json of the result."""
+    path = job.folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _no_config(path, str(error)) from None
+    if not isinstance(config, dict):
+        raise _no_config(path, "it holds no JSON object")
+    before = None
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        before = part.pop("quantization_config", None) or before
+    if isinstance(before, dict) and before.get("quant_method") == "moestro":
+        before = before.get("rest")
+    scheme = job.scheme.settled(source.target for source in job.experts)
+    return {**config, "quantization_config": scheme.as_config(before)}
+
+
+def _no_config(path: Path, reason: str) -> Exception:
+    return invalid_input(
+        OPERATION,
+        got=f"{path}, unreadable ({reason})",
+        needs="a model's configuration",
+        fix="Download the model again.",
+    )
+
+
+def other_files(folder: Path) -> list[Path]:
+    """Files of a model's folder that belong to the model beside weights and configuration, relative to it, sorted.
+
+    Tokenizers, templates, generation settings, code, the model card and the like: everything that is not weights, an
+    index or checksums of them, config.json, hidden, or unfinished.
+    """
+    found = []
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder)
+        named = str(relative) in (CONFIG, CHECKSUMS, RECORD) or path.name.endswith((".index.json", PARTIAL))
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not named and not hidden and path.suffix not in WEIGHTS:
+            found.append(relative)
+    return sorted(found)
+
+
+def _record(job: Job, outputs: Outputs, config: Mapping[str, Any]) -> Record:
+    """What the result depends on, as plain values: two jobs with equal records make the same bytes."""
+    tensors = [[name, [[s.name, str(s.dtype), list(s.shape)] for s in item.specs]] for name, item in _placed(outputs)]
+    entries = [job.checkpoint.entry(name) for name in job.checkpoint.names]
+    headers = [[e.name, str(e.dtype), list(e.shape), e.file.name, e.start] for e in entries]
+    return {
+        "version": 1,
+        "format": job.scheme.format,
+        "search": job.scheme.search,
+        "overrides": [list(pair) for pair in job.scheme.overrides.items()],
+        "checksums": job.checksums,
+        "shard size": job.shard_bytes,
+        "source": {path.name: _identity(path) for path in job.checkpoint.files},
+        "files": {str(path): _identity(job.folder / path) for path in other_files(job.folder)},
+        "configuration": _hash(config),
+        "tensors": _hash([headers, tensors]),
+        "shards": dict(outputs.sizes),
+    }
+
+
+def _placed(outputs: Outputs) -> Iterator[tuple[str, Item]]:
+    return ((name, item) for name, items in outputs.shards.items() for item in items)
+
+
+def _identity(path: Path) -> list[int]:
+    """Size in bytes, and time of the last change in nanoseconds."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _check_space(job: Job, outputs: Outputs, partial: PartialFolder) -> None:
+    missing = sum(size for name, size in outputs.sizes.items() if name not in partial.finished)
+    missing += sum((job.folder / path).stat().st_size for path in other_files(job.folder))
+    free = shutil.disk_usage(partial.path).free
+    if free < missing:
+        raise invalid_input(
+            OPERATION,
+            got=f"{free / 1e9:.2f} GB ({free} bytes) free where {partial.path} lies",
+            needs=f"{missing / 1e9:.2f} GB ({missing} bytes) for what is still to be written",
+            fix="Free the space, or name a folder on another disk.",
+        )
+
+
+def _write_shards(job: Job, outputs: Outputs, partial: PartialFolder, on_progress: OnProgress) -> None:
+    done = [item for name in partial.finished for item in outputs.shards[name]]
+    written, total, number = sum(item.nbytes for item in done), outputs.nbytes, len(outputs.shards)
+    on_progress(Progress(written, total, "", len(partial.finished), number))
+
+    def pieces(items: Sequence[Item], shard: int) -> Iterator[tuple[str, Tensor]]:
+        nonlocal written
+        for item in items:
+            for name, piece in item.pieces(job.checkpoint, job.scheme.search):
+                yield name, piece
+                written += piece.numel() * piece.element_size()
+                on_progress(Progress(written, total, name, shard, number))
+            for name in item.reads:
+                job.checkpoint.release(name)
+
+    for i, (name, items) in enumerate(outputs.shards.items(), 1):
+        if name not in partial.finished:
+            specs = [spec for item in items for spec in item.specs]
+            partial.finish(name, write_interleaved(partial.path / name, specs, pieces(items, i)))
+
+
+def _write_rest(job: Job, outputs: Outputs, partial: PartialFolder, config: Mapping[str, Any]) -> None:
+    """Everything but the shards; all of it again on every run, since it is small."""
+    shards = {name: [s for item in items for s in item.specs] for name, items in outputs.shards.items()}
+    if len(shards) > 1:
+        write_index(partial.path, shards)
+    if job.checksums:
+        write_checksums(partial.path, partial.finished)
+    for path in other_files(job.folder):
+        target = partial.path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as file:
+            file.write((job.folder / path).read_bytes())
+    replace_text(partial.path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _report(job: Job, outputs: Outputs, resumed: int, start: float, complete_before: bool = False) -> Report:
+    projections = outputs.projections
+    stored = [p.source.stored for p in projections]
+    after = sum(spec.nbytes for p in projections for spec in p.specs)
+    weights = sum(s.shape[0] * s.shape[1] * s.shape[2] for s in stored)
+    return Report(
+        destination=job.destination,
+        complete_before=complete_before,
+        num_shards=len(outputs.shards),
+        num_resumed=resumed,
+        num_tensors=len(outputs.specs),
+        formats=dict(sorted(Counter(p.format.name for p in projections).items())),
+        bytes_before=sum(job.checkpoint.entry(name).nbytes for name in job.checkpoint.names),
+        bytes_after=outputs.nbytes,
+        expert_bytes_before=sum(s.nbytes for s in stored),
+        expert_bytes_after=after,
+        bits_per_weight=8 * after / max(weights, 1),
+        seconds=time.perf_counter() - start,
+    )

@@ -1,0 +1,79 @@
+"""Which format the experts of a checkpoint get, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+from moestro.errors import invalid_input
+from moestro.formats import WeightFormat, find_format
+from moestro.formats.encode import Search
+
+SEARCHES = get_args(Search)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Which format each projection gets, and how its scales are chosen.
+
+    Attributes:
+        format: the name of the format of every projection that no override matches.
+        overrides: patterns on a projection's full name in the model ("*.layers.0.*", "*down_proj"), as `fnmatch` reads
+            them, and the name of the format of those that match; the last one that matches decides.
+        search: "nearest" or "mse", as `moestro.formats.quantize` takes it.
+
+    Raises:
+        InvalidInputError: a format or a search of no such name.
+    """
+
+    format: str
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    search: Search = "nearest"
+
+    def __post_init__(self) -> None:
+        for name in (self.format, *self.overrides.values()):
+            find_format(name)
+        if self.search not in SEARCHES:
+            raise invalid_input(
+                "quantize",
+                got=f"search {self.search!r}",
+                needs=" or ".join(SEARCHES),
+                fix="mse takes longer, and errs less.",
+            )
+
+    def format_of(self, target: str) -> WeightFormat:
+        """The format of the projection of this full name."""
+        found = self.format
+        for pattern, name in self.overrides.items():
+            if fnmatchcase(target, pattern):
+                found = name
+        return find_format(found)
+
+    def settled(self, targets: Iterable[str]) -> Scheme:
+        """The same formats for these projections by overrides whose order does not matter.
+
+        Transformers sorts the keys of a configuration that it saves, which may put another override last.
+        """
+        targets = list(targets)
+        by_name = Scheme(self.format, dict(sorted(self.overrides.items())), self.search)
+        if all(by_name.format_of(t) == self.format_of(t) for t in targets):
+            return self
+        chosen = {t: self.format_of(t) for t in targets}
+        usual = find_format(self.format)
+        return Scheme(self.format, {t: f.name for t, f in chosen.items() if f != usual}, self.search)
+
+    def as_config(self, rest: Any = None) -> dict[str, Any]:
+        """The `quantization_config` of a config.json.
+
+        Args:
+            rest: how the source was quantised apart from its experts, as its own `quantization_config` says; or None.
+        """
+        config: dict[str, Any] = {
+            "quant_method": "moestro",
+            "format": find_format(self.format).name,
+            "search": self.search,
+            "overrides": {pattern: find_format(name).name for pattern, name in self.overrides.items()},
+        }
+        return config if rest is None else {**config, "rest": rest}
