@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -137,12 +138,19 @@ def test_pieces_that_are_views(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
 
-def test_memory_holds_two_pieces_at_most(tmp_path: Path) -> None:
+def test_pieces_do_not_pile_up_before_a_slow_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, counts = set[int](), list[int]()
 
+    class Slow:
+        def update(self, data: memoryview) -> None:
+            time.sleep(0.01)
+
+        def hexdigest(self) -> str:
+            return ""
+
     def pieces(spec: TensorSpec) -> Iterator[Tensor]:
-        for i in range(40):
-            array = np.full((1, 2**20), i, dtype=np.uint8)
+        for i in range(12):
+            array = np.full((1, 100), i, dtype=np.uint8)
             alive.add(i)
             weakref.finalize(array, alive.remove, i)
             counts.append(len(alive))
@@ -151,27 +159,36 @@ def test_memory_holds_two_pieces_at_most(tmp_path: Path) -> None:
             yield piece
             del piece
 
-    write_file(tmp_path / "x", [TensorSpec("a", torch.uint8, (40, 2**20))], pieces)
-    assert counts == [1] + [2] * 39
+    monkeypatch.setattr(hashlib, "sha256", Slow)
+    write_file(tmp_path / "x", [TensorSpec("a", torch.uint8, (12, 100))], pieces)
+    assert max(counts) <= 3  # the one being made, the one being hashed, and one whose hashing has just ended
     assert alive == set()
-    assert open_checkpoint(tmp_path / "x").tensor("a")[:, -1].tolist() == list(range(40))
+    assert open_checkpoint(tmp_path / "x").tensor("a")[:, -1].tolist() == list(range(12))
 
 
-def test_a_piece_is_hashed_while_the_next_is_made(tmp_path: Path) -> None:
-    """Hashing has a thread of its own, and no piece is made before the one before the last is hashed."""
-    made: list[str] = []
+def test_a_piece_is_hashed_while_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hash here waits until the next piece is being made, or the last one has been."""
+    started = [threading.Event() for _ in range(4)]
+    waited: list[bool] = []
+
+    class Waiting:
+        def update(self, data: memoryview) -> None:
+            waited.append(started[len(waited) + 1].wait(timeout=60))
+
+        def hexdigest(self) -> str:
+            return ""
 
     def pieces(spec: TensorSpec) -> Iterator[Tensor]:
-        for i in range(4):
-            made.append(threading.current_thread().name)
+        for i in range(3):
+            started[i].set()
             yield torch.full((1, 10), float(i))
+        started[3].set()
 
-    threads_before = threading.active_count()
-    sums = write_file(tmp_path / "x", [TensorSpec("a", torch.float32, (4, 10))], pieces)
-    assert set(made) == {threading.current_thread().name}
-    assert threading.active_count() == threads_before
-    data = torch.arange(4.0).repeat_interleave(10).numpy().tobytes()
-    assert sums == {"a": hashlib.sha256(data).hexdigest()}
+    monkeypatch.setattr(hashlib, "sha256", Waiting)
+    before = threading.active_count()
+    write_file(tmp_path / "x", [TensorSpec("a", torch.float32, (3, 10))], pieces)
+    assert waited == [True] * 3
+    assert threading.active_count() == before
 
 
 # What cannot be written

@@ -28,7 +28,7 @@ def write_file(
     """Write one safetensors file, a piece of a tensor at a time; the same bytes as the safetensors library writes.
 
     The file is ``path + ".partial"`` until it is complete and on disk; then it takes its name, in place of a file that
-    has it. At most two pieces are in memory at once: the next one is made while the last one is hashed.
+    has it. The next piece is made while the last one is hashed, so that two are in memory.
 
     Args:
         path: the file's name.
