@@ -7,8 +7,8 @@
 
 Configuration, tensor names, shapes, dtypes and the names of the files are the published ones; the numbers are random,
 of sizes that keep what passes through the layers finite and spread the routing. The tokenizer is a stand-in (real ones
-cannot be shipped): each byte is a token, other ids show as their number. Nothing is held in memory but one expert's
-worth of numbers, so every model can be written at full size: gpt-oss-20b takes 13.8 GB of disk, DeepSeek-V3 689 GB.
+cannot be shipped): each byte is a token, other ids show as their number. Memory holds no more than one expert's
+numbers, so every model can be written at full size: gpt-oss-20b takes 13.8 GB of disk, DeepSeek-V3 689 GB.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from moestro.errors import InvalidInputError, invalid_input
 from moestro.formats import find_format
 from published import PUBLISHED, Published
 from published.configs import TINY_IDS
-from published.family import Experts, merge
+from published.family import Experts
 from published.fill import Filler
 from published.tensors import InFormat, Item, fused
 from published.tokenizer import special_tokens, write_tokenizer
 
 SHARD_BYTES = 5_000_000_000
+BESIDE_BYTES = 50_000_000
+"""What headers, the index and the tokenizer take at most."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -103,18 +105,22 @@ def plan(request: Request) -> Plan:
     if request.like not in PUBLISHED:
         _refuse(f"--like {request.like}", f"one of {', '.join(PUBLISHED)}", "Pick one.")
     published = PUBLISHED[request.like]
-    config = published.configure(request.tiny, request.layers)
-    text = published.text_config(config)
-    dense = text.get("first_k_dense_replace", 0)
-    if text[published.layers] <= dense:
-        needs = f"at least {dense + 1} layers: the first {dense} of {published.repository} are dense"
-        _refuse(f"--layers {request.layers}", needs, "Ask for more.")
-    experts, config = _experts(request, published, config)
+    _check_layers(request, published)
+    experts, config = _experts(request, published, published.configure(request.tiny, request.layers))
     generation = published.generation
     if generation is not None and request.tiny:
         generation = {key: TINY_IDS.get(key, value) for key, value in generation.items()}
     whole = not request.tiny and request.layers is None
     return Plan(published, config, generation, tuple(published.layout(config, experts)), whole)
+
+
+def _check_layers(request: Request, published: Published) -> None:
+    kept = published.text_config(published.configure(request.tiny, None))
+    least = kept.get("first_k_dense_replace", 0) + 1
+    most = published.text_config(published.config)[published.layers]
+    if request.layers is not None and not least <= request.layers <= most:
+        needs = f"{least} to {most} layers" + (f", of which the first {least - 1} have no experts" if least > 1 else "")
+        _refuse(f"--layers {request.layers} for {request.like}", needs, "Leave it out for all of them.")
 
 
 def _experts(request: Request, published: Published, config: dict[str, Any]) -> tuple[Experts, dict[str, Any]]:
@@ -133,12 +139,10 @@ def _experts(request: Request, published: Published, config: dict[str, Any]) -> 
             f"--format {form.name}", "a format with scales", "Leave it out for the published layout, or use --fused."
         )
     if not published.own_formats:
-        needs = "a model whose experts stand alone: gate_up_proj and down_proj, everything else in bfloat16"
+        needs = "a model that has everything but its experts in bfloat16"
         _refuse(f"--format for {request.like}", needs, "Take qwen3-30b-a3b, or quantise the written checkpoint.")
     ours = {"quant_method": "moestro", "format": form.name, "search": "nearest", "overrides": {}}
-    return InFormat(form), merge(
-        {k: v for k, v in config.items() if k != "quantization_config"}, {"quantization_config": ours}
-    )
+    return InFormat(form), config | {"quantization_config": ours}
 
 
 def write(
@@ -156,9 +160,9 @@ def write(
     if folder.exists() and any(folder.iterdir()):
         _refuse(f"{folder}, which is not empty", "a folder that is empty or does not exist", "Name another one.")
     folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < plan.nbytes:
-        needs = f"{plan.nbytes / 1e9:.1f} GB for {plan.published.repository}"
+    free, needed = shutil.disk_usage(folder).free, plan.nbytes + BESIDE_BYTES
+    if free < needed:
+        needs = f"{needed / 1e9:.1f} GB, the size of {plan.published.repository} as asked for"
         _refuse(f"{free / 1e9:.1f} GB of free space at {folder}", needs, "Make room, or cut it with --layers.")
     files = plan.files(shard_bytes)
     filler = Filler({item.name: item.fill for item in plan.items}, seed, on_bytes)

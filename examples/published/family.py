@@ -35,7 +35,7 @@ class Published:
         shards: how many files it comes in.
         file_name: of one of several files; its fields are a number and the last number.
         first_file: the number of the first of several files.
-        own_formats: whether the experts alone differ from bfloat16, so that others can take their place.
+        own_formats: whether everything but the experts is bfloat16, so that moestro can store the experts alone.
         fusable: whether Transformers also reads the experts stacked.
     """
 

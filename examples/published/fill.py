@@ -1,8 +1,8 @@
 """Random numbers at the speed of a disk: windows into pools drawn once.
 
-A pool holds one kind of numbers, `PERIOD` of them and the same again, so that every window of up to `PERIOD` numbers
-is a view. Where a tensor's windows start follows from the seed and the tensor's name alone: a tensor has the same
-bytes whichever file it lands in. `PERIOD` is prime, so no two rows of a matrix begin at the same number.
+A pool holds one kind of numbers, `PERIOD` of them and the same again, so that every run of up to `PERIOD` numbers is a
+view. A tensor is the pool read round and round from a place that follows from the seed and the tensor's name alone: it
+has the same bytes whichever file it lands in. `PERIOD` is prime, so no two of a matrix's first `PERIOD` rows are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from moestro.checkpoint import TensorSpec
 from published.tensors import RMS, Fill
 
-PERIOD = 2_097_143
+PERIOD = 524_287
 Draw = Callable[[torch.Generator, float], Tensor]
 
 
@@ -78,12 +78,13 @@ class Filler:
     def __call__(self, spec: TensorSpec) -> Iterator[Tensor]:
         """The pieces of one tensor; each is valid until the next is asked for, and must not be written to."""
         pool = self._pool(self.fills[spec.name], spec.dtype)
-        places = random.Random(f"{self.seed}/{spec.name}")
+        place = random.Random(f"{self.seed}/{spec.name}").randrange(PERIOD)
         row = math.prod(spec.shape[1:])
         height = max(1, PERIOD // row)
         for start in range(0, spec.shape[0], height):
             rows = min(height, spec.shape[0] - start)
-            yield _window(pool, places, rows * row).view(rows, *spec.shape[1:])
+            yield _run(pool, place, rows * row).view(rows, *spec.shape[1:])
+            place = (place + rows * row) % PERIOD
             self.on_bytes(rows * row * spec.dtype.itemsize)
 
     def _pool(self, fill: Fill, dtype: torch.dtype) -> Tensor:
@@ -95,9 +96,9 @@ class Filler:
         return self._pools[key]
 
 
-def _window(pool: Tensor, places: random.Random, count: int) -> Tensor:
-    """`count` numbers: a view where one window suffices, else as many windows as it takes."""
-    starts = (places.randrange(PERIOD) for _ in range(0, count, PERIOD))
-    sizes = (min(PERIOD, count - done) for done in range(0, count, PERIOD))
-    windows = [pool[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    return windows[0] if len(windows) == 1 else torch.cat(windows)
+def _run(pool: Tensor, place: int, count: int) -> Tensor:
+    """`count` numbers from a place on: a view where one round suffices."""
+    if count <= PERIOD:
+        return pool[place : place + count]
+    rounds, rest = divmod(count, PERIOD)
+    return torch.cat([pool[place : place + PERIOD]] * rounds + [pool[place : place + rest]])

@@ -174,7 +174,6 @@ PUBLISHED = {
         },
         layers="n_layers",
         shards=61,
-        own_formats=False,
         fusable=False,
     ),
     "llama4-scout": Published(
@@ -217,7 +216,6 @@ PUBLISHED = {
         per_layer=_llama4_layers,
         text="text_config",
         shards=50,
-        own_formats=False,
         fusable=False,
     ),
     "glm4-moe": Published(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moestro.checkpoint import TensorSpec
-from moestro.formats import WeightFormat
+from moestro.formats import WeightFormat, check_shape
 
 BF16, F32, U8, F8 = torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn
 BLOCK = 128
@@ -159,7 +159,7 @@ def rows_together(stack: Stack) -> Iterator[Item]:
 class InFormat:
     """Experts as moestro's own checkpoints store them, in one of its formats.
 
-    The names start with those of the parameters in the Transformers model, which calls every such module `mlp`.
+    The names start with the parameters' own, and Transformers calls Mixtral's `block_sparse_moe` `mlp`.
     """
 
     format: WeightFormat
@@ -173,6 +173,7 @@ class InFormat:
         element, scaling = self.format.element, self.format.scaling
         assert scaling is not None
         e, n, k = shape
+        check_shape(self.format, n, k, name)
         grid = (e, *scaling.blocks(n, k))
         size = 1 / math.sqrt(k) / RMS[element]
         yield item(f"{name}_data", (e, n, k // self.format.per_item), Fill(element), self.format.storage)
