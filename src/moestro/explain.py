@@ -12,11 +12,13 @@ from torch import nn
 from moestro import settings
 from moestro.errors import UnsupportedError, invalid_input
 from moestro.experts import Experts
+from moestro.formats import SplitTensor
 from moestro.moe import MoE
 from moestro.ops import _select
 from moestro.ops.expert_mlp import expert_mlp, resolve_strategy
 from moestro.ops.grouping import group_by_expert
 from moestro.ops.topk import topk
+from moestro.weights import ExpertWeights
 
 _NAMES: dict[Callable[..., Any], str] = {expert_mlp: "expert_mlp", topk: "topk", group_by_expert: "grouping"}
 
@@ -34,6 +36,7 @@ class Explanation:
         chosen: the implementation that would run, or None if nothing can.
         strategy: how it would walk the work (expert_mlp only), and why.
         strategy_reason: the sentence.
+        weights: how the experts are stored, the bytes one of them reads, and how they are used (expert_mlp only).
         forced: the implementation forced by `moestro.use` or the environment, or None.
     """
 
@@ -42,6 +45,7 @@ class Explanation:
     chosen: str | None
     strategy: str | None = None
     strategy_reason: str | None = None
+    weights: str | None = None
     forced: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,6 +62,8 @@ class Explanation:
             lines.append(f"  {mark} {c.name:<{width}}  {c.reason or 'can run this'}")
         if self.strategy:
             lines.append(f"  strategy {self.strategy}: {self.strategy_reason}")
+        if self.weights:
+            lines.append(f"  weights {self.weights}")
         return "\n".join(lines)
 
 
@@ -104,8 +110,20 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         chosen=chosen,
         strategy=choice.strategy if choice else None,
         strategy_reason=choice.reason if choice else None,
+        weights=_describe(positional[2], chosen) if name == "expert_mlp" else None,
         forced=forced if forced in (None, *(i.name for i in _select.implementations(name))) else None,
     )
+
+
+def _describe(weights: ExpertWeights, chosen: str | None) -> str:
+    """The sentence about how experts are stored and read."""
+    stored = (weights.gate_up, weights.down)
+    names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
+    text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
+    if all(s.format.is_dense for s in stored):
+        return text
+    reading = "a whole expert" if chosen == "reference" else "a panel of rows"
+    return f"{text}, dequantised {reading} at a time"
 
 
 def _arguments(name: str, arguments: tuple[Any, ...], least: int, most: int) -> tuple[Any, ...]:

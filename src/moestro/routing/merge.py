@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input, unsupported
-from moestro.formats import PackedTensor
+from moestro.formats import PackedTensor, StoredExperts, dense
+from moestro.formats.dense import DENSE_FORMATS
 from moestro.weights import ExpertWeights
 
 # Squared distances by way of a Gram matrix in float32 lose this much, relative to the squared norms.
@@ -24,7 +25,7 @@ def merge_experts(weights: ExpertWeights, threshold: float = 0.0) -> tuple[Exper
     Runs on data: not for use under torch.compile.
 
     Args:
-        weights: of dense formats, E experts.
+        weights: E experts, each projection one tensor of a dense format.
         threshold: relative distance, 0 <= threshold < 1.
 
     Returns:
@@ -33,20 +34,14 @@ def merge_experts(weights: ExpertWeights, threshold: float = 0.0) -> tuple[Exper
 
     Raises:
         InvalidInputError: the threshold is out of range.
-        UnsupportedError: the weights are quantised.
+        UnsupportedError: the weights are quantised, or the experts' matrices lie apart.
     """
     if not 0 <= threshold < 1:
         raise invalid_input(
             "merge_experts", got=f"threshold={threshold}", needs="0 <= threshold < 1", fix="0.01 is one per cent."
         )
-    parts = weights.tensors
-    if not all(t.is_floating_point() for t in parts):
-        raise unsupported(
-            "merge_experts",
-            got=f"weights in format {weights.gate_up.format.name}",
-            needs="a dense format (float32, bfloat16, float16, float64)",
-            fix="Merge before quantising.",
-        )
+    stacks = tuple(_stack(stored) for stored in (weights.gate_up, weights.down))
+    parts = (*stacks, *(bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None))
     kept: list[int] = []
     mapping: list[int] = []
     candidates = _candidates(parts, threshold)
@@ -57,8 +52,20 @@ def merge_experts(weights: ExpertWeights, threshold: float = 0.0) -> tuple[Exper
             best = (0.0, len(kept))
             kept.append(e)
         mapping.append(best[1])
-    device = weights.gate_up.data.device
-    return _take(weights, torch.tensor(kept, device=device)), torch.tensor(mapping, device=device)
+    device = stacks[0].device
+    return _take(weights, stacks, torch.tensor(kept, device=device)), torch.tensor(mapping, device=device)
+
+
+def _stack(stored: StoredExperts) -> Tensor:
+    if isinstance(stored, PackedTensor) and stored.format in DENSE_FORMATS:
+        return stored.data
+    dense = stored.format in DENSE_FORMATS
+    raise unsupported(
+        "merge_experts",
+        got=f"weights in format {stored.format.name}{', each matrix a tensor of its own' if dense else ''}",
+        needs="one tensor of a dense format (float32, bfloat16, float16, float64) for all experts",
+        fix=f"Stack them with weights.quantize({stored.format.name!r})." if dense else "Merge before quantising.",
+    )
 
 
 def _candidates(parts: tuple[Tensor, ...], threshold: float) -> list[list[bool]]:
@@ -84,14 +91,12 @@ def _distance(parts: tuple[Tensor, ...], a: int, b: int) -> float:
     return float((squared / max(norm_a, norm_b)) ** 0.5) if squared else 0.0
 
 
-def _take(weights: ExpertWeights, experts: Tensor) -> ExpertWeights:
-    def pick(packed: PackedTensor) -> PackedTensor:
-        return replace(packed, data=packed.data[experts])
-
+def _take(weights: ExpertWeights, stacks: tuple[Tensor, ...], experts: Tensor) -> ExpertWeights:
+    gate_up, down = (dense(stack[experts]) for stack in stacks)
     return replace(
         weights,
-        gate_up=pick(weights.gate_up),
-        down=pick(weights.down),
+        gate_up=gate_up,
+        down=down,
         gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias[experts],
         down_bias=None if weights.down_bias is None else weights.down_bias[experts],
     )

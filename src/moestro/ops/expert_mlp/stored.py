@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from moestro import formats
 from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops.expert_mlp import tuning
-from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_into, panel_height
+from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_into
 
 Blocks = Sequence[PackedTensor]
 
@@ -51,8 +51,9 @@ def product(x: Tensor, blocks: Blocks, way: Way | None = None, out: Tensor | Non
         if block.format.is_dense:
             matmul_into(x, block.data, way, target)
             continue
-        for top, bottom, panel in panels(block, x):
-            matmul_into(x, panel, way, target[:, top:bottom])
+        rows = x.to(tuning.panel_dtype(x.shape[0], x.dtype))
+        for top, bottom, panel in panels(block, rows):
+            matmul_into(rows, panel, way, target[:, top:bottom])
     return out
 
 
@@ -78,7 +79,7 @@ def panels(matrix: PackedTensor, x: Tensor) -> Iterator[tuple[int, int, Tensor]]
         return
     scaling = matrix.format.scaling
     unit = scaling.rows if scaling is not None and scaling.rows else 1
-    height = max(panel_height(x.shape[0], size) // unit, 1) * unit
+    height = max(tuning.panel_rows(size, x) // unit, 1) * unit
     for start in range(0, num_rows, height):
         stop = min(start + height, num_rows)
         yield start, stop, formats.dequantize(matrix.rows(start, stop), x.dtype)
@@ -114,7 +115,7 @@ def recorded(x: Tensor, stored: StoredExperts, e: int) -> Tensor:
 
 def _way(x: Tensor, block: PackedTensor) -> Way:
     if not block.format.is_dense:
-        return tuning.choose_panel_way(x.shape[0], x.dtype)
+        return tuning.choose_panel_way(x.shape[0], tuning.panel_dtype(x.shape[0], x.dtype))
     return Way.ROWS if x.dtype == block.data.dtype else tuning.choose_mixed_way(x.shape[0], x.device.type)
 
 

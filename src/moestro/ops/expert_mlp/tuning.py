@@ -112,17 +112,33 @@ def choose_mixed_way(num_rows: int, device_type: str) -> Way:
 
 
 def choose_panel_way(num_rows: int, dtype: torch.dtype) -> Way:
-    """How to multiply `num_rows` rows by a dequantised panel of `dtype` that is still in cache."""
+    """How to multiply `num_rows` rows by a dequantised panel of `dtype` that is still in cache (see docs/log.md)."""
     if num_rows == 1:
         return Way.VECTOR
-    return Way.COLUMNS if num_rows < (112 if dtype == torch.bfloat16 else 40) else Way.ROWS
+    if dtype == torch.bfloat16:
+        return Way.COLUMNS
+    return Way.COLUMNS if 16 <= num_rows < 128 else Way.ROWS
+
+
+def panel_dtype(num_rows: int, dtype: torch.dtype) -> torch.dtype:
+    """What a panel is dequantised to for rows of `dtype`: for few rows, converting it from float32 costs the most."""
+    return torch.float32 if dtype == torch.bfloat16 and num_rows < 24 else dtype
+
+
+def panel_rows(size: int, x: Tensor) -> int:
+    """Rows of a panel of a matrix [N, size], to be multiplied by rows like x.
+
+    On a CPU it is to stay in cache: 1 MiB, or 2 MiB of bfloat16. Elsewhere it is large enough to be worth its calls.
+    """
+    items = (1 << 20 if x.dtype == torch.bfloat16 else 1 << 18) if x.device.type == "cpu" else 1 << 24
+    return max(items // max(size, 1), 16)
 
 
 def choose_ways(rows: Tensor, stored: StoredExperts, spans: Sequence[Span], dtype: torch.dtype) -> list[Way]:
     """How to multiply each span of the rows, as the caller passed them, by its expert; `dtype` computes."""
     sizes = [stop - start for _, start, stop in spans]
     if not stored.format.is_dense:
-        return [choose_panel_way(size, dtype) for size in sizes]
+        return [choose_panel_way(size, panel_dtype(size, dtype)) for size in sizes]
     stack = stored.data if isinstance(stored, PackedTensor) else stored.matrices[0][0].data[None]
     if small_experts(stack):
         return [Way.ROWS] * len(sizes)
