@@ -23,6 +23,8 @@ JOURNAL = "moestro-quantize.journal"
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
+_FOLLOWS = ("configuration", "tensors", "shards")
+
 Record = Mapping[str, Any]
 """Plain values; `shards` maps the name of each shard to its size in bytes."""
 
@@ -72,18 +74,20 @@ def _check_same(folder: Path, record: Record) -> None:
         )
 
 
-def _differences(there: Record, here: Record) -> Iterator[str]:
-    for key in dict.fromkeys([*here, *there]):
-        before, now = there.get(key), here.get(key)
-        if before == now:
-            continue
-        if isinstance(before, dict) and isinstance(now, dict):
-            names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
-            yield f"other {key} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        elif isinstance(now, str) and len(now) == 64:  # a hash of it says nothing
-            yield f"other {key}"
-        else:
-            yield f"{key} was {before}, now {now}"
+def _differences(there: Record, here: Record) -> list[str]:
+    """What is not the same; of what follows from the rest, only where nothing else is named."""
+    differing = [key for key in dict.fromkeys([*here, *there]) if there.get(key) != here.get(key)]
+    found = {key: _difference(key, there.get(key), here.get(key)) for key in differing}
+    return [text for key, text in found.items() if key not in _FOLLOWS] or list(found.values())
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
+        return f"other {key} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    if key in _FOLLOWS:  # a hash of it says nothing
+        return f"other {key}"
+    return f"{key} was {before}, now {now}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, generate, info
+from moestro.cli import bench, generate, info, quantize
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(info.info)
+app.command()(quantize.quantize)
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,0 +1,200 @@
+"""`moestro quantize`: arguments in, a table out; the work is in `moestro.checkpoint.quantize`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from moestro.cli.refusal import refusals
+from moestro.errors import MoestroError, invalid_input
+
+if TYPE_CHECKING:
+    from moestro.checkpoint import Checkpoint, ExpertSource
+    from moestro.checkpoint.quantize import Job, Progress, Report
+    from moestro.formats.encode import Search
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells know it."""
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
+
+
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A model's folder: config.json and safetensors files.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
+    format: Annotated[str, typer.Option(help="Of the experts: mxfp4, int4-g128, fp8-e4m3-b128, ...")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option(help='A pattern and its own format: "*.layers.0.*=int8". The last match decides.'),
+    ] = None,
+    search: Annotated[
+        str, typer.Option(help="How scales are chosen: nearest, or mse (slower, errs less).")
+    ] = "nearest",
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Write the SHA-256 of every tensor, which loading then checks.")
+    ] = False,
+    shard_size: Annotated[str, typer.Option(help="The most tensor bytes a file: 5GB, 500MB, 2GiB.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and show no progress.")] = False,
+) -> None:
+    """Store the experts of a checkpoint in fewer bits, in a new folder that loads like any other.
+
+    Routers, attention and everything else are copied as they are. A run that stops, for whatever reason, is continued
+    by the same command; if the result is there already, nothing is written.
+    """
+    with refusals():
+        overrides = dict(_override(text) for text in override or [])
+        shard_bytes = _bytes(shard_size)
+        from moestro.checkpoint.quantize import Job, quantize_checkpoint
+        from moestro.checkpoint.scheme import Scheme
+
+        scheme = Scheme(format, overrides, cast("Search", search))
+        checkpoint, experts = _read(source)
+        job = Job(source, checkpoint, experts, destination, scheme, shard_bytes, checksums)
+        with _stoppable(job), _bar(shown=not as_json and sys.stderr.isatty()) as on_progress:
+            report = quantize_checkpoint(job, on_progress)
+    if as_json:
+        typer.echo(json.dumps(_plain(report)))
+    else:
+        _print(report)
+
+
+def _override(text: str) -> tuple[str, str]:
+    pattern, equals, name = text.rpartition("=")
+    if not (pattern and equals and name):
+        raise invalid_input(
+            "quantize",
+            got=f"override {text!r}",
+            needs="a pattern, = and a format",
+            fix='For instance "*.layers.0.*=int8", in quotes.',
+        )
+    return pattern, name
+
+
+def _bytes(text: str) -> int:
+    found = _BYTES.fullmatch(text.strip())
+    size = 0
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        size = int(float(found[1]) * base ** " KMGT".index((found[2] or " ").upper()))
+    if size < 1:
+        raise invalid_input(
+            "quantize", got=f"shard size {text!r}", needs="a number of bytes above 0", fix="For instance 5GB or 2GiB."
+        )
+    return size
+
+
+def _read(source: Path) -> tuple[Checkpoint, list[ExpertSource]]:
+    """The tensors of a model's folder, and its experts among them."""
+    if not (source / "config.json").is_file():
+        raise invalid_input(
+            "quantize",
+            got=f"source {source}, {'which holds no config.json' if source.exists() else 'where there is nothing'}",
+            needs="a model's folder",
+            fix="A model on the hub is downloaded by `hf download NAME --local-dir FOLDER`.",
+        )
+    from huggingface_hub.errors import StrictDataclassError
+
+    from moestro.hf.sources import read_sources
+    from moestro.hf.text_model import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            _, checkpoint, experts = read_sources(source)
+    except MoestroError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
+        raise invalid_input(
+            "quantize",
+            got=f"source {source} ({str(error).partition('. ')[0]})",
+            needs="an architecture that Transformers knows",
+            fix="Check config.json, or update Transformers.",
+        ) from error
+    return checkpoint, experts
+
+
+@contextmanager
+def _stoppable(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        from moestro.checkpoint.resume import partial_folder
+
+        where = partial_folder(job.destination)
+        typer.echo(f"Stopped. What is finished is in {where}; the same command continues it.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A progress bar on stderr, with the time left by the bytes written."""
+    if not shown:
+        yield None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
+        task = None
+
+        def on_progress(progress: Progress) -> None:
+            nonlocal task
+            if task is None:  # what earlier runs wrote is no part of this one's speed
+                task = bar.add_task("", total=progress.total, completed=progress.written)
+            bar.update(task, completed=progress.written, description=f"file {progress.shard} of {progress.num_shards}")
+
+        yield on_progress
+
+
+def _plain(report: Report) -> dict[str, object]:
+    return {**asdict(report), "destination": str(report.destination)}
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    resumed = f", {report.num_resumed} of them by an earlier run" if report.num_resumed else ""
+    rows = {
+        "files": f"{report.num_shards}{resumed if not report.complete_before else ''}",
+        "tensors": f"{report.num_tensors}",
+        "projections": ", ".join(f"{count} in {name}" for name, count in report.formats.items()),
+        "all tensors": _change(report.bytes_before, report.bytes_after),
+        "experts": _change(report.expert_bytes_before, report.expert_bytes_after),
+        "bits per weight": f"{report.bits_per_weight:.3f} (experts, scales included)",
+        "time": f"{report.seconds:.1f} s",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console(highlight=False)
+    done = "is complete already; nothing was written" if report.complete_before else "is complete"
+    console.print(f"{report.destination} {done}", soft_wrap=True)
+    console.print(table)
+
+
+def _change(before: int, after: int) -> str:
+    return f"{_size(before)} -> {_size(after)} ({100 * after / max(before, 1):.1f}%)"
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
