@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{args.folder}: {planned.nbytes / 1e9:.2f} GB in {len(planned.items):,} tensors like {args.like}")
+    print(f"{args.folder}: {planned.nbytes:,} bytes in {len(planned.items):,} tensors like {args.like}")
     return 0
 
 
