@@ -30,7 +30,7 @@ from moestro.checkpoint.resume import (
 from moestro.checkpoint.scheme import Scheme
 from moestro.checkpoint.sources import ExpertSource
 from moestro.checkpoint.write import write_index
-from moestro.errors import invalid_input
+from moestro.errors import InvalidInputError, invalid_input
 
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
@@ -183,7 +183,7 @@ def _config(job: Job) -> dict[str, Any]:
     return {**config, "quantization_config": scheme.as_config(before)}
 
 
-def _no_config(path: Path, reason: str) -> Exception:
+def _no_config(path: Path, reason: str) -> InvalidInputError:
     return invalid_input(
         OPERATION,
         got=f"{path}, unreadable ({reason})",
