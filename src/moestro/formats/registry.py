@@ -41,6 +41,6 @@ def find_format(name: str) -> WeightFormat:
             "find_format",
             got=f"format {name!r}",
             needs=f"one of {', '.join(FORMATS)}",
-            fix="See `docs/reference/formats.md`.",
+            fix="See docs/reference/formats.md.",
         )
     return found
