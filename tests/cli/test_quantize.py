@@ -24,7 +24,7 @@ import moestro.hf
 from moestro.checkpoint import open_checkpoint, quantize
 from moestro.checkpoint.quantize import Job, Progress, Report, quantize_checkpoint
 from moestro.cli import app
-from moestro.cli.quantize import _bar, _bytes
+from moestro.cli.quantize import _bar, _bytes, _overrides
 from moestro.formats import dequantize, find_format
 from moestro.formats import quantize as quantize_weight
 
@@ -185,6 +185,11 @@ def test_the_bar_starts_where_an_earlier_run_stopped(
     assert shown.out == ""
     with _bar(shown=False) as on_progress:
         assert on_progress is None
+
+
+def test_the_last_override_decides() -> None:
+    found = _overrides(["*a=int8", "*b=mxfp4", "*a=bf16", "x=y=nvfp4"])
+    assert list(found.items()) == [("*b", "mxfp4"), ("*a", "bf16"), ("x=y", "nvfp4")]
 
 
 @pytest.mark.parametrize(

@@ -286,8 +286,8 @@ def _write_rest(job: Job, outputs: Outputs, partial: PartialFolder, config: Mapp
     for path in other_files(job.folder):
         target = partial.path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as file:
-            file.write((job.folder / path).read_bytes())
+        with (job.folder / path).open("rb") as file, replacing(target) as copy:
+            shutil.copyfileobj(file, copy)
     replace_text(partial.path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -50,7 +50,7 @@ def quantize(
     by the same command; if the result is there already, nothing is written.
     """
     with refusals():
-        overrides = dict(_override(text) for text in override or [])
+        overrides = _overrides(override or [])
         shard_bytes = _bytes(shard_size)
         from moestro.checkpoint.quantize import Job, quantize_checkpoint
         from moestro.checkpoint.scheme import Scheme
@@ -66,16 +66,20 @@ def quantize(
         _print(report)
 
 
-def _override(text: str) -> tuple[str, str]:
-    pattern, equals, name = text.rpartition("=")
-    if not (pattern and equals and name):
-        raise invalid_input(
-            "quantize",
-            got=f"override {text!r}",
-            needs="a pattern, = and a format",
-            fix='For instance "*.layers.0.*=int8", in quotes.',
-        )
-    return pattern, name
+def _overrides(texts: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        pattern, equals, name = text.rpartition("=")
+        if not (pattern and equals and name):
+            raise invalid_input(
+                "quantize",
+                got=f"override {text!r}",
+                needs="a pattern, = and a format",
+                fix='For instance "*.layers.0.*=int8", in quotes.',
+            )
+        found.pop(pattern, None)  # a pattern given again counts where it is given last
+        found[pattern] = name
+    return found
 
 
 def _bytes(text: str) -> int:
