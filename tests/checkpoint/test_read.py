@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -296,9 +297,9 @@ INDICES: dict[str, tuple[dict[str, bytes], tuple[str, ...]]] = {
     ),
     "file elsewhere": ({INDEX: index(a=A, b="../" + B, c=B)}, (INDEX, "'b'", "'../")),
     "absolute": ({INDEX: index(a="/etc/passwd", b=B, c=B)}, (INDEX, "'a'", "/etc/passwd")),
-    "no name": ({INDEX: index(a="", b=B, c=B)}, (INDEX, "'a'")),
-    "zero byte": ({INDEX: index(a="x\0y", b=B, c=B)}, (INDEX, "'a'")),
-    "half a character": ({INDEX: index(a="\ud800", b=B, c=B)}, (INDEX, "'a'")),
+    "no name": ({INDEX: index(a="", b=B, c=B)}, (INDEX, "'a'", "name of a file in the same folder")),
+    "zero byte": ({INDEX: index(a="x\0y", b=B, c=B)}, (INDEX, "'a'", "name of a file in the same folder")),
+    "half a character": ({INDEX: index(a="\ud800", b=B, c=B)}, (INDEX, "'a'", "name of a file in the same folder")),
     "folder": ({INDEX: index(a="..", b=B, c=B)}, ("..",)),
     "number": ({INDEX: index(a=1, b=B, c=B)}, (INDEX, "'a'")),
     "list": ({INDEX: b"[]"}, (INDEX, "JSON list")),
@@ -363,6 +364,19 @@ def test_opening_costs_no_memory_whatever_the_size(tmp_path: Path) -> None:
         tensor[nbytes // 8] = 1.0
         assert resident() - before < 2**24
         path.unlink()
+
+
+def test_no_address_space(tmp_path: Path) -> None:
+    path = sparse(tmp_path / ONE, 20 * 10**9)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 10**9, hard))
+    try:
+        found = refusal(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert f"{path}: Cannot allocate memory on mapping it" in found["got"]
+    assert "ulimit -v" in found["fix"]
 
 
 def test_released_pages_leave_memory(tmp_path: Path) -> None:

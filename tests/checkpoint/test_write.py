@@ -173,7 +173,7 @@ def test_a_piece_is_hashed_while_the_next_is_made(tmp_path: Path, monkeypatch: p
 
     class Waiting:
         def update(self, data: memoryview) -> None:
-            waited.append(started[len(waited) + 1].wait(timeout=60))
+            waited.append(started[len(waited) + 1].wait(timeout=10))
 
         def hexdigest(self) -> str:
             return ""
@@ -221,6 +221,19 @@ def test_pieces_other_than_announced(tmp_path: Path, what: str) -> None:
     message = refused(tmp_path / "x", [SPEC], pieces)
     for fragment in ("tensor 'a'", *fragments):
         assert fragment in message
+
+
+def test_a_producer_without_end_is_stopped(tmp_path: Path) -> None:
+    made = 0
+
+    def pieces() -> Iterator[Tensor]:
+        nonlocal made
+        while made < 100:
+            made += 1
+            yield torch.zeros(3, 3)
+
+    assert "72 bytes or more" in refused(tmp_path / "x", [SPEC], pieces())
+    assert made == 2
 
 
 def test_names_that_no_header_can_hold(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -32,7 +35,8 @@ from moestro.errors import InvalidInputError, invalid_input
 
 # Without a reservation, a private mapping may be larger than the memory (Linux refuses it otherwise). Python names the
 # flag from 3.13 on; the number is that of Linux on x86 and ARM.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0)
+_IS_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _IS_KNOWN else 0)
 _START_BYTES = 64
 
 
@@ -227,11 +231,18 @@ def _open(path: Path) -> _File:
             length = header_length(path, file.read(_START_BYTES), size)
             file.seek(8)
             entries = parse_header(file.read(length), path, size)
-            flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            mapping = mmap.mmap(file.fileno(), size, flags=flags, prot=access)
         except OSError as error:
             raise unreadable(path, error) from error
-    return _File(path, entries, identified, mapping)
+        return _File(path, entries, identified, _mapped(path, file, size))
+
+
+def _mapped(path: Path, file: BinaryIO, size: int) -> mmap.mmap:
+    flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        return mmap.mmap(file.fileno(), size, flags=flags, prot=access)
+    except OSError as error:
+        fix = "Raise `ulimit -v`, set vm.overcommit_memory to 0, or copy the file to a disk whose files can be mapped."
+        raise damaged(path, f"{error.strerror} on mapping it", f"{size} bytes of address space", fix) from error
 
 
 def _files_of(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
