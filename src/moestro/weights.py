@@ -97,7 +97,8 @@ class ExpertWeights:
         """
         form = formats.find_format(format) if isinstance(format, str) else format
         gate_up, down = (
-            _quantize(stored, form, search, name) for name, stored in (("gate_up", self.gate_up), ("down", self.down))
+            quantize_experts(stored, form, search, name)
+            for name, stored in (("gate_up", self.gate_up), ("down", self.down))
         )
         return replace(self, gate_up=gate_up, down=down)
 
@@ -126,8 +127,25 @@ class ExpertWeights:
 
 
 @torch.no_grad()
-def _quantize(stored: StoredExperts, form: WeightFormat, search: Search, name: str) -> PackedTensor:
-    """One expert at a time into the stack: beside it, no more than one expert is ever held in full precision."""
+def quantize_experts(
+    stored: StoredExperts,
+    form: WeightFormat,
+    search: Search,
+    name: str,
+    after: Callable[[int], object] = lambda expert: None,
+) -> PackedTensor:
+    """Experts in another format, stacked: beside the stack, no more than one expert is ever held in full precision.
+
+    Args:
+        stored: [E, N, K]; returned as it is if it is one stack in the format already.
+        form: the format, dense or packed.
+        search: how scales are chosen, "nearest" or "mse".
+        name: what errors call it.
+        after: called with an expert's number when its stored weights are read no more.
+
+    Raises:
+        InvalidInputError: the format cannot store matrices of these sizes, or NaN or infinity in the weights.
+    """
     if isinstance(stored, PackedTensor) and stored.format == form:
         return stored
     num_experts, num_rows, num_columns = stored.shape
@@ -139,6 +157,7 @@ def _quantize(stored: StoredExperts, form: WeightFormat, search: Search, name: s
         stack = stack or [t.new_empty(num_experts, *t.shape) for t in packed.tensors]
         for all_experts, own in zip(stack, packed.tensors, strict=True):
             all_experts[e] = own
+        after(e)
     return PackedTensor(format=form, **dict(zip(Layout(form).names, stack, strict=True)))
 
 

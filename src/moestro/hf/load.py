@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from moestro.checkpoint import open_checkpoint
 from moestro.errors import invalid_input
+from moestro.hf.places import find_model
 from moestro.hf.quantization import METHOD, MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
 
@@ -40,12 +42,15 @@ def load(
             store the experts' shapes; weights that are no safetensors files.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
     """
-    config = AutoConfig.from_pretrained(path_or_id)
+    source = find_model(path_or_id, "load")
+    if Path(source).is_dir():
+        open_checkpoint(Path(source))  # damage is found here, before Transformers looks at the files
+    config = AutoConfig.from_pretrained(source)
     quantization = take_quantization(config)
     own = MoestroConfig(**{"format": format, **_kept(format, quantization)})
-    own.source = quantization
+    own.source, own.complete = quantization, True
     model, report = model_class(config).from_pretrained(
-        path_or_id, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
+        source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
     )
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if missing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
 from moestro.errors import invalid_input
-from moestro.formats import (
-    PackedTensor,
-    StoredExperts,
-    WeightFormat,
-    check_shape,
-    dequantize,
-    find_format,
-    quantize,
-)
-from moestro.formats.encode import Search
+from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
 from moestro.hf.accelerate import Found, replace_forward
+from moestro.hf.names import NameMap
 from moestro.hf.projections import Projection
-from moestro.hf.sources import Quantization, find_scaled, find_stored
+from moestro.hf.sources import Quantization, check_rest, find_scaled, find_stored
 from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
+from moestro.weights import quantize_experts
 
 METHOD = "moestro"
 SEARCHES = ("nearest", "mse")
@@ -91,6 +85,7 @@ class MoestroQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         own = quantization_config.to_dict() if kwargs.get("pre_quantized", True) else None
         self.source = Quantization.of(quantization_config.__dict__.pop("source", own))
+        self._complete = quantization_config.__dict__.pop("complete", False)
         # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
         self.pre_quantized = False
 
@@ -99,7 +94,6 @@ class MoestroQuantizer(HfQuantizer):
     ) -> None:
         self._device_map = device_map
         self._checkpoint = _open(checkpoint_files)
-        self._checkpoint.verify()
         self._layers = find_stored(model, self._checkpoint, self.source)
         config = self.quantization_config
         target = Quantization(METHOD, None, config.format, config.overrides)
@@ -110,7 +104,11 @@ class MoestroQuantizer(HfQuantizer):
                 holder.register_parameter(name, None)
             holder._is_hf_initialized = True
             setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010
-        self._scaled = find_scaled(model, self._checkpoint, self.source)
+        names = NameMap(model, self._checkpoint.names)
+        self._scaled = find_scaled(model, self._checkpoint, self.source, names)
+        if self._complete:
+            check_rest(model, self._checkpoint, names, [weight.parameter for weight in self._scaled])
+        self._checkpoint.verify()
         for weight in self._scaled:
             weight.take(model)
         taken = [f"{stored.path}." for _, stored in self._layers] + [weight.parameter for weight in self._scaled]
@@ -148,7 +146,8 @@ class MoestroQuantizer(HfQuantizer):
             wanted = self._targets[target]
             if wanted != recipe.format:
                 search = self.quantization_config.search
-                converted = convert(recipe.build(given), wanted, search, target)
+                release = partial(_release, self._checkpoint, recipe)
+                converted = quantize_experts(recipe.build(given), wanted, search, target, release)
                 recipe, given = _own(target, projection, converted)
             tensors |= given
             recipes.append(recipe)
@@ -174,27 +173,10 @@ class MoestroQuantizer(HfQuantizer):
         return True
 
 
-def convert(stored: StoredExperts, wanted: WeightFormat, search: Search, name: str) -> PackedTensor:
-    """Stored experts [E, N, K] in another format, in memory: one expert's matrix at a time is in float32.
-
-    Raises:
-        InvalidInputError: the format cannot store matrices of this shape, or a weight is not finite.
-    """
-    e, n, k = stored.shape
-    check_shape(wanted, n, k, name)
-    whole: list[Tensor | None] = []
-    for expert in range(e):
-        blocks = [b.data if b.format.is_dense else dequantize(b) for b in stored.blocks(expert)]
-        packed = quantize(blocks[0] if len(blocks) == 1 else torch.cat(blocks), wanted, search, f"{name}[{expert}]")
-        parts = (packed.data, packed.scales, packed.zeros, packed.global_scales)
-        if not whole:
-            whole = [None if part is None else part.new_empty(e, *part.shape) for part in parts]
-        for tensor, part in zip(whole, parts, strict=True):
-            if tensor is not None and part is not None:
-                tensor[expert] = part
-    data, *rest = whole
-    assert data is not None
-    return PackedTensor(data, wanted, *rest)
+def _release(checkpoint: Checkpoint, recipe: Recipe, expert: int) -> None:
+    """Give back the memory that an expert's bytes took up when they were read from their file."""
+    for name in recipe.names_of(expert):
+        checkpoint.release(name)
 
 
 def _own(target: str, projection: Projection, packed: PackedTensor) -> tuple[Recipe, dict[str, Tensor]]:
@@ -203,7 +185,8 @@ def _own(target: str, projection: Projection, packed: PackedTensor) -> tuple[Rec
     tensors = {f"{target}_{s}": t for s, t in zip(SUFFIXES, kinds, strict=True) if t is not None}
     names = [(f"{target}_{s}",) if t is not None else () for s, t in zip(SUFFIXES, kinds, strict=True)]
     plain = Projection(projection.name, projection.parameters)
-    return Recipe(plain, packed.shape[0], packed.format, (Part(*names),)), tensors
+    e, n, k = packed.shape
+    return Recipe(plain, (e, n, k), packed.format, (Part(*names),)), tensors
 
 
 def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[str, WeightFormat]:
@@ -214,6 +197,8 @@ def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[s
             target = projection.target(stored.path)
             name = wanted.format_of(target)
             targets[target] = recipe.format if name is None else find_format(name)
+            if targets[target] != recipe.format:
+                check_shape(targets[target], recipe.shape[1], recipe.shape[2], target)
     unused = [p for p in wanted.overrides if not any(Quantization(overrides={p: "x"}).format_of(t) for t in targets)]
     if unused:
         raise invalid_input(

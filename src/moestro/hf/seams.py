@@ -51,11 +51,11 @@ class KeepsExperts(HfQuantizer):
             raise self._unmet
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Transformers' own, unless moestro reads what is quantised."""
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Transformers' own, unless moestro reads what is quantised. Transformers before 5.21 passes no model."""
         if self._own is not None:
             return weight_conversions
-        found: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        found: list[Any] = super().update_weight_conversions(weight_conversions, *args)
         return found
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:

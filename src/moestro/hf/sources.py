@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -178,6 +179,8 @@ class ScaledWeight:
         module, name = self._place(model)
         stored = self.recipe.build({key: checkpoint.tensor(key) for key in self.recipe.names})
         blocks = [dequantize(block, self.dtype) for block in stored.blocks(0)]
+        for key in self.recipe.names:
+            checkpoint.release(key)
         weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
@@ -186,13 +189,12 @@ class ScaledWeight:
         return model.get_submodule(path), name
 
 
-def find_scaled(model: Any, checkpoint: Checkpoint, quantization: Quantization) -> list[ScaledWeight]:
+def find_scaled(model: Any, checkpoint: Checkpoint, quantization: Quantization, names: NameMap) -> list[ScaledWeight]:
     """The parameters of a model, other than experts, that a checkpoint stores in FP8.
 
     Raises:
         InvalidInputError: scales are missing or do not fit.
     """
-    names = NameMap(model, checkpoint.names)
     reader = _Reader(checkpoint, names, quantization)
     found = []
     for parameter, tensor in model.named_parameters():
@@ -200,6 +202,32 @@ def find_scaled(model: Any, checkpoint: Checkpoint, quantization: Quantization) 
         if any(checkpoint.entry(key).dtype == torch.float8_e4m3fn for key in keys):
             found.append(ScaledWeight(parameter, reader.scaled(parameter, tensor), tensor.dtype))
     return found
+
+
+def check_rest(model: Any, checkpoint: Checkpoint, names: NameMap, known: Sequence[str]) -> None:
+    """Check the weights that Transformers will read, from the headers of the files.
+
+    Args:
+        model: made of empty parameters.
+        checkpoint: the files.
+        names: of the same model and files.
+        known: names of weights that have been checked.
+
+    Raises:
+        InvalidInputError: one is missing, or of another shape or kind of number than the model's.
+    """
+    tied = model.all_tied_weights_keys
+    optional = {*known, *tied.keys(), *tied.values()}
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    reader = _Reader(checkpoint, names, Quantization())
+    for name, tensor in model.state_dict().items():
+        if name in optional or any(pattern.search(name) for pattern in patterns):
+            continue
+        if not names.keys(name):
+            raise reader.missing(name)
+        key = names.single(name)
+        if key is not None:
+            reader.check(key, tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,27 +246,47 @@ class _Reader:
 
     def recipe(self, path: str, holder: nn.Module, projections: Projections, projection: Projection) -> Recipe:
         target = projection.target(path)
+        wanted = [
+            projection.stack(holder.get_parameter(name), projections.num_experts) for name in projection.parameters
+        ]
+        shape = (projections.num_experts, sum(t.shape[1] for t in wanted), wanted[0].shape[2])
         own = self.names.single(f"{target}_data")
         blocks = self.names.single(f"{target}_blocks")
         if own is not None:
-            recipe = self._own(target, own, projection, projections.num_experts)
+            recipe = self._own(target, own, projection, shape)
         elif blocks is not None:
             scales = self._beside(f"{blocks.removesuffix('_blocks')}_scales", blocks)
-            recipe = Recipe(projection, projections.num_experts, FORMATS["mxfp4"], (Part((blocks,), (scales,)),))
+            recipe = Recipe(projection, shape, FORMATS["mxfp4"], (Part((blocks,), (scales,)),))
         else:
-            recipe = self._published(path, projections.num_experts, projection)
-        self._check(recipe, holder, projection, target)
+            recipe = self._published(path, projection, shape)
+        self._fit(recipe, target)
         return recipe
 
     def scaled(self, parameter: str, tensor: Tensor) -> Recipe:
         """How a plain weight [N, K] is read from FP8 tensors."""
         parts = list(self._parts(parameter, 1))
         scaled = tuple(Part(part, tuple(self._scale(key) for key in part)) for part in parts)
-        recipe = Recipe(Projection(parameter, (parameter,)), 1, self._fp8(scaled[0]), scaled, apart=True)
-        self._fit(recipe, (1, *tensor.shape), parameter)
+        shape = (1, tensor.shape[0], tensor.shape[-1])
+        recipe = Recipe(Projection(parameter, (parameter,)), shape, self._fp8(scaled[0]), scaled, apart=True)
+        self._fit(recipe, parameter)
         return recipe
 
-    def _own(self, target: str, data: str, projection: Projection, num_experts: int) -> Recipe:
+    def check(self, key: str, tensor: Tensor) -> None:
+        """Raise unless a tensor of the checkpoint can become this one of the model."""
+        entry = self.checkpoint.entry(key)
+        if tuple(entry.shape) != tuple(tensor.shape):
+            needs = f"{list(tensor.shape)}, as the model's configuration says"
+            raise self._error(key, f"a tensor of shape {list(entry.shape)}", needs)
+        if (entry.dtype in _DENSE) != tensor.is_floating_point():
+            kind = "bfloat16, float16 or float32" if tensor.is_floating_point() else "whole numbers"
+            raise self._error(key, f"a tensor of {entry.dtype}", f"one of {kind} in its place")
+
+    def missing(self, parameter: str) -> MoestroError:
+        """The error about a parameter that no tensor is for."""
+        got = f"{self._folder} without a tensor for {parameter}"
+        return invalid_input(OPERATION, got=got, needs="every weight of the model", fix=_AS_SAVED)
+
+    def _own(self, target: str, data: str, projection: Projection, shape: tuple[int, int, int]) -> Recipe:
         name = self.quantization.format_of(target)
         if name is None:
             raise self._error(data, "no format for it in config.json", "a quantization_config of moestro")
@@ -255,11 +303,11 @@ class _Reader:
             for suffix, want in zip(SUFFIXES, wanted, strict=True)
         ]
         plain = Projection(projection.name, projection.parameters)
-        return Recipe(plain, num_experts, weight_format, (Part(*keys),))
+        return Recipe(plain, shape, weight_format, (Part(*keys),))
 
-    def _published(self, path: str, num_experts: int, projection: Projection) -> Recipe:
+    def _published(self, path: str, projection: Projection, shape: tuple[int, int, int]) -> Recipe:
         target = projection.target(path)
-        parts = [part for name in projection.parameters for part in self._parts(f"{path}.{name}", num_experts)]
+        parts = [part for name in projection.parameters for part in self._parts(f"{path}.{name}", shape[0])]
         dtypes = {self.checkpoint.entry(key).dtype for part in parts for key in part}
         if len(dtypes) != 1:
             got = f"{target} stored as {' and '.join(sorted(map(str, dtypes)))}"
@@ -267,24 +315,19 @@ class _Reader:
         (dtype,) = dtypes
         apart = not projection.flat and len(self.checkpoint.entry(parts[0][0]).shape) == 2
         if dtype in _DENSE:
-            return Recipe(projection, num_experts, _DENSE[dtype], tuple(Part(part) for part in parts), apart)
+            return Recipe(projection, shape, _DENSE[dtype], tuple(Part(part) for part in parts), apart)
         if dtype != torch.float8_e4m3fn:
             needs = f"{', '.join(f.name for f in DENSE_FORMATS)}, FP8 e4m3 with scales, MXFP4 blocks, or moestro's own"
             raise self._error(parts[0][0], f"experts of {dtype}", needs)
         if projection.transposed or projection.flat:
             raise self._error(parts[0][0], "FP8 experts stored transposed", "FP8 experts stored [N, K]")
         scaled = tuple(Part(part, tuple(self._scale(key) for key in part)) for part in parts)
-        return Recipe(projection, num_experts, self._fp8(scaled[0]), scaled, apart)
+        return Recipe(projection, shape, self._fp8(scaled[0]), scaled, apart)
 
     def _parts(self, parameter: str, num_experts: int) -> Iterator[tuple[str, ...]]:
         named = self.names.named(parameter)
         if named is None:
-            raise invalid_input(
-                OPERATION,
-                got=f"{self._folder} without a tensor for {parameter}",
-                needs="every weight of the model",
-                fix=_AS_SAVED,
-            )
+            raise self.missing(parameter)
         for part in named.parts:
             if len(part) not in (1, num_experts):
                 got = f"{len(part)} tensors such as this for the {num_experts} experts of {parameter}"
@@ -309,12 +352,8 @@ class _Reader:
         rows = self.checkpoint.entry(part.scales[0]).shape
         return FORMATS["fp8-e4m3-tensor" if not rows or set(rows) == {1} else "fp8-e4m3-channel"]
 
-    def _check(self, recipe: Recipe, holder: nn.Module, projection: Projection, target: str) -> None:
-        """Raise unless the tensors make up what the model's parameters say; only their headers are read."""
-        wanted = [projection.stack(holder.get_parameter(name), recipe.num_experts) for name in projection.parameters]
-        self._fit(recipe, (recipe.num_experts, sum(t.shape[1] for t in wanted), wanted[0].shape[2]), target)
-
-    def _fit(self, recipe: Recipe, wanted: tuple[int, ...], target: str) -> None:
+    def _fit(self, recipe: Recipe, target: str) -> None:
+        """Raise unless the tensors make up the shape that the model's parameters say; only their headers are read."""
         empty = {}
         for key in recipe.names:
             entry = self.checkpoint.entry(key)
@@ -326,8 +365,8 @@ class _Reader:
             raise self._error(
                 key, f"{target} in shapes that do not fit ({error})", "the shapes of the format"
             ) from error
-        if shape != wanted:
-            needs = f"{list(wanted)}, as the model's configuration says"
+        if shape != recipe.shape:
+            needs = f"{list(recipe.shape)}, as the model's configuration says"
             raise self._error(key, f"{target} of shape {list(shape)}", needs)
 
     def _error(self, key: str, got: str, needs: str) -> MoestroError:

@@ -44,22 +44,31 @@ class Recipe:
 
     Attributes:
         projection: how dense tensors are laid out; packed ones are [E, N, .] or [N, .] always.
-        num_experts: E.
+        shape: the logical [E, N, K].
         format: of all of them.
         parts: rows of each expert, one part after the other.
         apart: whether a single tensor is a matrix, and not a stack: for a single expert the names do not tell.
     """
 
     projection: Projection
-    num_experts: int
+    shape: tuple[int, int, int]
     format: WeightFormat
     parts: tuple[Part, ...]
     apart: bool = False
 
     @property
+    def num_experts(self) -> int:
+        return self.shape[0]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Every tensor it reads."""
         return tuple(name for part in self.parts for name in part.names)
+
+    def names_of(self, expert: int) -> tuple[str, ...]:
+        """Every tensor that one expert is read from: its own, or those of all experts."""
+        kinds = [k for part in self.parts for k in (part.data, part.scales, part.zeros, part.global_scales) if k]
+        return tuple(names[expert] if len(names) > 1 else names[0] for names in kinds)
 
     def build(self, tensors: Mapping[str, Tensor]) -> StoredExperts:
         """The experts [E, N, K] as views of the tensors; nothing is copied.

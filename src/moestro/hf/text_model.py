@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from transformers.utils import logging as transformers_logging
 
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.accelerate import Served, accelerate, adapter_of, served
+from moestro.hf.places import find_model
 from moestro.ops.expert_mlp.tuning import parse_strategy
 
 BUNDLED = "bundled"
 """What `TextModel.name` says of the model that comes with the package."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +99,7 @@ def load_text_model(
     target = _device(device)
     if dtype not in DTYPES:
         raise invalid_input("generate", got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
-    source = str(bundled_folder() if model is None else _source(str(model)))
+    source = str(bundled_folder() if model is None else find_model(str(model), "generate"))
     config = _configuration(source)
     _refuse_early(source, config)
     tokenizer = _tokenizer(source)
@@ -146,31 +145,6 @@ def _device(name: str) -> torch.device:
             fix="Try cpu.",
         ) from error
     return device
-
-
-def _source(model: str) -> str:
-    """The folder, or the hub id, that a user named."""
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # "~name" of nobody here
-        folder = Path(model)
-    if (folder / "config.json").is_file():
-        return str(folder)
-    if folder.exists():
-        raise invalid_input(
-            "generate",
-            got=f"{model}, which holds no config.json",
-            needs="a folder written by save_pretrained",
-            fix="Name the folder that holds config.json, tokenizer.json and the weights.",
-        )
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise invalid_input(
-            "generate",
-            got=f"model {model!r}, where there is no folder",
-            needs="a folder that exists, or a hub id such as allenai/OLMoE-1B-7B-0924",
-            fix="Check the path.",
-        )
-    return model
 
 
 def _configuration(source: str) -> Any:
