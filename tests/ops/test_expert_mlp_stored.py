@@ -81,7 +81,9 @@ def test_every_dtype_of_rows_and_any_number_of_them(monkeypatch, name, dtype, na
         check(x, routing, apart(weights))
 
 
-@pytest.mark.parametrize(("first", "last"), [("mxfp4", "bfloat16"), ("bfloat16", "int8"), ("fp8-e4m3-b128", "int4-g32")])
+@pytest.mark.parametrize(
+    ("first", "last"), [("mxfp4", "bfloat16"), ("bfloat16", "int8"), ("fp8-e4m3-b128", "int4-g32")]
+)
 @pytest.mark.parametrize("biases", [torch.float32, torch.bfloat16], ids=str)
 def test_projections_of_different_formats(first, last, biases):
     sizes = problems.Sizes(9, 96, 64, 4, 2)

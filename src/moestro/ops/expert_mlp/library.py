@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moestro import formats
 from moestro.errors import UnsupportedError, unsupported
-from moestro.formats import SplitTensor, StoredExperts
+from moestro.formats import SplitTensor, StoredExperts, WeightFormat
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
 from moestro.types import Activation, Routing
@@ -74,7 +74,8 @@ def write_layout(stored: StoredExperts) -> str:
         UnsupportedError: the format is not the one that `moestro.formats` knows by its name.
     """
     form = stored.format
-    if form not in DENSE_FORMATS and formats.FORMATS.get(form.name) != form:
+    known = formats.FORMATS.get(form.name)
+    if known is not form and not _equal(known, form):
         raise unsupported(
             "expert_mlp",
             got=f"torch.compile with weights stored as {form.name}",
@@ -82,6 +83,17 @@ def write_layout(stored: StoredExperts) -> str:
             fix="Call it outside the graph.",
         )
     return f"{form.name}/{len(stored.matrices[0])}" if isinstance(stored, SplitTensor) else form.name
+
+
+def _equal(a: WeightFormat | None, b: WeightFormat) -> bool:
+    """`a == b`, which the tracer does not follow; a copied module has copies of its formats."""
+    if a is None or a.element != b.element or a.storage != b.storage or a.per_item != b.per_item:
+        return False
+    s, t = a.scaling, b.scaling
+    if s is None or t is None:
+        return s is t
+    sizes = s.rows == t.rows and s.columns == t.columns
+    return sizes and s.zeros == t.zeros and s.global_scales == t.global_scales
 
 
 def read_layout(text: str) -> Layout:
@@ -94,8 +106,12 @@ _READS_IDS = (torch.Tag.cudagraph_unsafe,)
 """The walks read the ids on the host, which a captured CUDA graph cannot."""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def encode(activation: Activation) -> str:
-    """An `Activation` without a function as a string; `decode` reads it back."""
+    """An `Activation` without a function as a string; `decode` reads it back.
+
+    A tracer that lets sizes vary would take its numbers for sizes; as a constant they are guarded, not traced.
+    """
     a = activation
     limit = "none" if a.limit is None else repr(float(a.limit))
     return f"{a.kind}|{int(a.gated)}|{int(a.interleaved)}|{float(a.alpha)!r}|{limit}|{float(a.up_offset)!r}"
