@@ -105,7 +105,7 @@ def test_nothing_that_was_dequantised_is_kept_for_the_backward_pass():
     for weights in (base.quantize("int8"), apart(base), apart(base.quantize("bfloat16"))):
         own = {t.untyped_storage().data_ptr() for t in weights.tensors}
         kept: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             y = moestro.expert_mlp(torch.randn(6, 256).requires_grad_(), routing, weights)
         y.sum().backward()
         assert kept
@@ -114,7 +114,7 @@ def test_nothing_that_was_dequantised_is_kept_for_the_backward_pass():
 
 @pytest.mark.parametrize("strategy", ["grouped", "selective", "all_experts", "blockwise-4"])
 def test_no_gradient_leaks_from_an_expert_nobody_picks(strategy):
-    x, sizes, weights = problem("mxfp4")
+    x, _, weights = problem("mxfp4")
     poison(weights.gate_up, 2)
     poison(weights.down, 2)
     ids = torch.tensor([[0, 1], [1, 3], [-1, -1]]).repeat(3, 1)
