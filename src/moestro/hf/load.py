@@ -20,6 +20,7 @@ def load(
     format: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    search: str = "nearest",
 ) -> PreTrainedModel:
     """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
 
@@ -33,13 +34,14 @@ def load(
         dtype: of all other weights and of the activations ("float32", torch.bfloat16, ...); the checkpoint's if None.
             FP8 weights outside the experts become this dtype.
         device: where the model goes; the CPU if None.
+        search: how the scales of `format` are chosen: "nearest", or "mse" for the least squared error.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
 
     Raises:
-        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or one that cannot
-            store the experts' shapes; weights that are no safetensors files.
+        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or search, or a format that
+            cannot store the experts' shapes; weights that are no safetensors files.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
     """
     source = find_model(path_or_id, "load")
@@ -47,7 +49,7 @@ def load(
         open_checkpoint(Path(source))  # damage is found here, before Transformers looks at the files
     config = AutoConfig.from_pretrained(source)
     quantization = take_quantization(config)
-    own = MoestroConfig(**{"format": format, **_kept(format, quantization)})
+    own = MoestroConfig(**{"format": format, "search": search, **_kept(format, quantization)})
     own.source, own.complete = quantization, True
     model, report = model_class(config).from_pretrained(
         source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True

@@ -18,9 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moestro.errors import MoestroError, invalid_input
-from moestro.hf.accelerate import Served, accelerate, adapter_of, served
+from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
+from moestro.hf.load import load
+from moestro.hf.sources import QUANTIZED
+from moestro.machine import available_bytes
 from moestro.hf.places import find_model
 from moestro.ops.expert_mlp.tuning import parse_strategy
+
+OPERATION = "load"
 
 BUNDLED = "bundled"
 """What `TextModel.name` says of the model that comes with the package."""
@@ -64,12 +69,50 @@ def bundled_folder() -> Path:
     folder = Path(str(resources.files("moestro"))) / "bundled"
     if not (folder / "config.json").is_file():
         raise invalid_input(
-            "generate",
+            OPERATION,
             got="an installation without the bundled model",
             needs=f"a model in {folder}",
             fix="Reinstall moestro, or name a model.",
         )
     return folder
+
+
+@dataclass(frozen=True, eq=False)
+class TextSource:
+    """A language model whose weights have not been read.
+
+    Attributes:
+        name: as in `TextModel`.
+        path: the folder, or the hub id.
+        config: of Transformers.
+        tokenizer: its tokenizer.
+    """
+
+    name: str
+    path: str
+    config: Any
+    tokenizer: Any
+
+    @property
+    def context(self) -> int | None:
+        """As in `TextModel`."""
+        return _context(self.config)
+
+
+def find_text_model(model: str | Path | None = None) -> TextSource:
+    """Find a Mixture-of-Experts language model and its tokenizer, and refuse one that could not be served.
+
+    Args:
+        model: a local folder, a hub id, or None for the bundled model.
+
+    Raises:
+        InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, no tokenizer.
+        UnsupportedError: a dense model, or one with expert layers that cannot be served.
+    """
+    source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
+    config = _configuration(source)
+    _refuse_early(source, config)
+    return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source))
 
 
 def load_text_model(
@@ -78,10 +121,12 @@ def load_text_model(
     device: str = "cpu",
     strategy: str = "auto",
     check: Callable[[str, Any, int | None], object] | None = None,
+    format: str | None = None,
 ) -> TextModel:
     """Load a Mixture-of-Experts language model and let moestro serve its expert layers.
 
-    A model that would be refused for its architecture is refused before its weights are read or downloaded.
+    A model that would be refused for its architecture is refused before its weights are read or downloaded. Experts that
+    are quantised, or too many for half of the free memory, stay as their checkpoint stores them (`moestro.load`).
 
     Args:
         model: a local folder, a hub id, or None for the bundled model.
@@ -89,30 +134,28 @@ def load_text_model(
         device: a torch device.
         strategy: as for `moestro.accelerate`.
         check: called with name, tokenizer and context before the weights are read, to raise what speaks against them.
+        format: quantise the experts to this format as they are read.
 
     Raises:
         InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, missing or
             damaged weights, too little memory, a missing tokenizer, an unknown dtype, device or strategy.
         UnsupportedError: a dense model, or one with expert layers that cannot be served.
     """
-    parse_strategy(strategy, "generate")
+    parse_strategy(strategy, OPERATION)
     target = _device(device)
     if dtype not in DTYPES:
-        raise invalid_input("generate", got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
-    source = str(bundled_folder() if model is None else find_model(str(model), "generate"))
-    config = _configuration(source)
-    _refuse_early(source, config)
-    tokenizer = _tokenizer(source)
-    name = BUNDLED if model is None else str(model)
+        raise invalid_input(OPERATION, got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
+    found = find_text_model(model)
+    source = found.path
     if check is not None:
-        check(name, tokenizer, _context(config))
+        check(found.name, found.tokenizer, found.context)
     readable = _explained(source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, _fitting(source):
-        loaded = _weights(source, config, dtype)
+        loaded = _weights(source, found.config, dtype)
     accelerate(loaded, strategy)
     with _fitting(source):
         loaded = loaded.to(target).eval()
-    return TextModel(name, loaded, tokenizer, tuple(served(loaded)))
+    return TextModel(found.name, loaded, found.tokenizer, tuple(served(loaded)))
 
 
 @contextmanager
@@ -139,7 +182,7 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise invalid_input(
-            "generate",
+            OPERATION,
             got=f"device {name!r} ({_first_sentence(error)})",
             needs="a device of this machine",
             fix="Try cpu.",
@@ -183,7 +226,7 @@ def _fitting(source: str) -> Iterator[None]:
         if not _out_of_memory(error):
             raise
         raise invalid_input(
-            "generate",
+            OPERATION,
             got=f"{source}, for which the memory does not suffice",
             needs="memory for all of its weights",
             fix="Choose a 16-bit dtype or a smaller model.",
@@ -192,15 +235,30 @@ def _fitting(source: str) -> Iterator[None]:
 
 def _unfit(source: str, problem: str) -> MoestroError:
     needs, fix = "every weight of the architecture", "Download or save the model again."
-    return invalid_input("generate", got=f"{source}, with {problem}", needs=needs, fix=fix)
+    return invalid_input(OPERATION, got=f"{source}, with {problem}", needs=needs, fix=fix)
 
 
-def _refuse_early(source: str, config: Any) -> None:
+def _stays(config: Any, skeleton: Any, dtype: str) -> bool:
+    """Whether experts are to stay as stored: they are quantised, or the whole would not leave half of the memory free."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    if quantization:
+        method = quantization.get("quant_method")
+        return method in QUANTIZED and not quantization.get("dequantize")
+    if any(layer.adapter.projections is None for layer in find(skeleton)):
+        return False
+    size = None if dtype == "auto" else getattr(torch, dtype).itemsize
+    total = sum(p.numel() * (size or p.element_size()) for p in skeleton.parameters())
+    return bool(total > available_bytes() / 2)
+
+
+def _refuse_early(source: str, config: Any) -> Any:
+    """The model without weights; raises if moestro cannot serve it."""
     fix = "Use moestro.accelerate(model) on other kinds."
     with _explained(source, "a causal language model", fix), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     if not any(adapter_of(module) is not None for module in skeleton.modules()):
         accelerate(skeleton)
+    return skeleton
 
 
 def _tokenizer(source: str) -> Any:
@@ -209,7 +267,7 @@ def _tokenizer(source: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source)
     # Without tokenizer files Transformers makes an empty tokenizer of the architecture's usual class.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        raise invalid_input("generate", got=f"{source} without a tokenizer", needs=needs, fix=fix)
+        raise invalid_input(OPERATION, got=f"{source} without a tokenizer", needs=needs, fix=fix)
     return tokenizer
 
 
@@ -221,7 +279,7 @@ def _explained(source: str, needs: str, fix: str) -> Iterator[None]:
     except MoestroError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
-        raise invalid_input("generate", got=f"{source} ({_first_sentence(error)})", needs=needs, fix=fix) from error
+        raise invalid_input(OPERATION, got=f"{source} ({_first_sentence(error)})", needs=needs, fix=fix) from error
 
 
 def _first_sentence(error: BaseException) -> str:
