@@ -40,8 +40,8 @@ def load(
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
 
     Raises:
-        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or search, or a format that
-            cannot store the experts' shapes; weights that are no safetensors files.
+        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or search, or a
+            format that cannot store the experts' shapes; weights that are no safetensors files.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
     """
     source = find_model(path_or_id, "load")
