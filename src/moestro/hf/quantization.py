@@ -7,7 +7,7 @@ load it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,6 +98,7 @@ class MoestroQuantizer(HfQuantizer):
         config = self.quantization_config
         target = Quantization(METHOD, None, config.format, config.overrides)
         self._targets = _targets(self._layers, target)
+        config.overrides = _settled(target, self._targets)
         for layer, stored in self._layers:
             holder: Any = model.get_submodule(stored.path)
             for name in stored.projections.parameters:
@@ -208,6 +209,15 @@ def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[s
             fix="A format is for experts only; routers and other layers keep their dtype.",
         )
     return targets
+
+
+def _settled(wanted: Quantization, targets: Iterable[str]) -> Mapping[str, str]:
+    """The same formats by overrides whose order does not matter: Transformers sorts the keys of what it saves."""
+    by_name = replace(wanted, overrides=dict(sorted(wanted.overrides.items())))
+    chosen = {target: name for target in targets if (name := wanted.format_of(target)) is not None}
+    if all(by_name.format_of(target) == name for target, name in chosen.items()):
+        return wanted.overrides
+    return {target: name for target, name in chosen.items() if name != wanted.format}
 
 
 def _targets_of(conversion: Any) -> list[str]:
