@@ -6,6 +6,8 @@ stored; with any other implementation, with ``dequantize=True`` or where there i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,20 +28,20 @@ class KeepsExperts(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._published = dict(quantization_config.to_dict())
         self._own: MoestroQuantizer | None = None
-        self._unmet: ImportError | None = None
+        self._check: Callable[[], object] | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Put off what Transformers' own way lacks until it is known whether that way is taken."""
-        try:
-            super().validate_environment(*args, **kwargs)
-        except ImportError as error:
-            self._unmet = error
+        """Put off what Transformers' own way asks for, or warns of, where that way may not be taken."""
+        check = partial(super().validate_environment, *args, **kwargs)
+        if self.pre_quantized and not self._published.get("dequantize") and not _has_gpu():
+            self._check = check
+        else:
+            check()
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide, before weights are read."""
         served = getattr(model.config, "_experts_implementation", None) == METHOD
-        asked = bool(self._published.get("dequantize"))
-        if served and self.pre_quantized and not asked and not torch.cuda.is_available():
+        if served and self._check is not None:
             rest = {name: getattr(value, "value", value) for name, value in self._published.items()}
             config = MoestroConfig(rest=rest)
             config.source = rest
@@ -47,8 +49,8 @@ class KeepsExperts(HfQuantizer):
             self.pre_quantized = False
             self._own.preprocess_model(model, dtype=dtype, **kwargs)
             return
-        if self._unmet is not None:
-            raise self._unmet
+        if self._check is not None:
+            self._check()
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
@@ -64,6 +66,11 @@ class KeepsExperts(HfQuantizer):
             return super().postprocess_model(model, **kwargs)
         model.hf_quantizer = self._own
         return self._own.postprocess_model(model, **kwargs)
+
+
+def _has_gpu() -> bool:
+    """Whether Transformers has kernels of its own for these checkpoints here."""
+    return torch.cuda.is_available() or torch.xpu.is_available()
 
 
 def register() -> None:
