@@ -1,0 +1,100 @@
+"""The text that a model's quality is measured on, as tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moestro.bench.held_out import held_out
+from moestro.bench.quality import windows
+from moestro.bench.quality_report import Text
+from moestro.errors import invalid_input
+
+OPERATION = "quality"
+HELD_OUT = "held-out standard library"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Documents as a model reads them.
+
+    Attributes:
+        text: what they are; its `num_tokens` and `num_bytes` are those that are predicted.
+        documents: int64 [T] each, on the CPU, T >= 2; the first token of each is given.
+    """
+
+    text: Text
+    documents: tuple[Tensor, ...]
+
+    @property
+    def num_windows(self) -> int:
+        return sum(len(list(windows(d.numel(), self.text.context))) for d in self.documents)
+
+
+def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: int | None = None) -> Corpus:
+    """Read and tokenise a text, whole documents first to last until `limit` tokens are predicted.
+
+    Args:
+        tokenizer: of Transformers.
+        context: the most tokens of a window.
+        path: a UTF-8 file, one document; None for the standard library's files that the bundled model's training held
+            out.
+        limit: predicted tokens, at least 1; None for all.
+
+    Raises:
+        InvalidInputError: the file is missing, unreadable, empty or not UTF-8, or the text has not two tokens.
+    """
+    documents: list[Tensor] = []
+    num_tokens = num_bytes = 0
+    digest = hashlib.sha256()
+    for text in held_out() if path is None else [_read(path)]:
+        left = None if limit is None else limit - num_tokens
+        if left == 0:
+            break
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        kept = ids if left is None else ids[: left + 1]
+        if len(kept) < 2:
+            continue
+        documents.append(torch.tensor(kept))
+        digest.update(text.encode())
+        num_tokens += len(kept) - 1
+        whole = len(text.encode()) if len(kept) == len(ids) else _num_bytes(tokenizer, kept)
+        num_bytes += whole - _num_bytes(tokenizer, kept[:1])
+    if not num_bytes:
+        raise invalid_input(
+            OPERATION,
+            got=f"{path or HELD_OUT}, of which no token can be predicted",
+            needs="a text of at least two tokens",
+            fix="Take a longer text.",
+        )
+    name = HELD_OUT if path is None else str(path)
+    text_of = Text(name, len(documents), num_tokens, num_bytes, context, digest.hexdigest())
+    return Corpus(text_of, tuple(documents))
+
+
+def _read(path: Path) -> str:
+    needs, fix = "a text file in UTF-8", "Name one with --text, or leave it out."
+    try:
+        data = path.expanduser().read_bytes()
+        text = data.decode("utf-8")
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise invalid_input(OPERATION, got=f"text {str(path)!r} ({reason})", needs=needs, fix=fix) from error
+    except UnicodeDecodeError as error:
+        got = f"text {str(path)!r}, whose byte {error.start} is no UTF-8"
+        raise invalid_input(OPERATION, got=got, needs=needs, fix="Convert it: iconv -t UTF-8.") from error
+    if not text:
+        raise invalid_input(OPERATION, got=f"text {str(path)!r}, which is empty", needs="some text", fix=fix)
+    return text
+
+
+def _num_bytes(tokenizer: Any, ids: Sequence[int]) -> int:
+    """Of the text that tokens stand for; a character that is cut in two counts as three bytes."""
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return len(text.encode())

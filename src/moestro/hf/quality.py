@@ -1,0 +1,251 @@
+"""Measure what a format costs a language model: the model in one format after the other beside its baseline.
+
+Two models are in memory at a time. Each window of the text is read by the variant and then by the baseline; the
+baseline's expert layers hand their inputs and routing to the variant's on the way, so nothing of a layer is kept.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moestro import machine
+from moestro.bench.measure import versions
+from moestro.bench.quality import Tally, windows
+from moestro.bench.quality_report import Model, QualityReport, Row, Stored
+from moestro.errors import MoestroError, invalid_input
+from moestro.formats import FORMATS, check_shape, find_format
+from moestro.hf.accelerate import find, stored_in
+from moestro.hf.corpus import OPERATION, Corpus, read_corpus
+from moestro.hf.load import load
+from moestro.hf.quantization import SEARCHES
+from moestro.hf.side_by_side import SideBySide
+from moestro.hf.store import ExpertStore
+from moestro.hf.text_model import DTYPES, TextSource, _device, _explained, _fitting, find_text_model
+
+CONTEXT = 1024
+"""The most tokens of a window, for models that were made for more: two windows' logits are in memory."""
+DEFAULT_TOKENS = 32_768
+WIDEST = 32
+"""The most bits of the formats that are meant by "all"."""
+
+OnWindow = Callable[[str, int, int], object]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A format to measure.
+
+    Attributes:
+        format: its name, not an alias.
+        search: how scales are chosen; None for a format without scales.
+        needed: whether it is an error if the format cannot store the model, and not a line in the report.
+    """
+
+    format: str
+    search: str | None = None
+    needed: bool = True
+
+    @property
+    def name(self) -> str:
+        """Format and search, for people."""
+        return " ".join(filter(None, (self.format, self.search)))
+
+
+def variants(
+    formats: Sequence[str], searches: Sequence[str] = ("nearest",), all_formats: bool = False
+) -> list[Variant]:
+    """Each format with each search, once where there is nothing to search.
+
+    Args:
+        formats: names or aliases; the model must be storable in them.
+        searches: "nearest", "mse" or both.
+        all_formats: every other format of at most 32 bits too, if it can store the model.
+
+    Raises:
+        InvalidInputError: no format, an unknown one, or an unknown search.
+    """
+    for search in searches:
+        if search not in SEARCHES:
+            needs = f"one of {', '.join(SEARCHES)}"
+            raise invalid_input(OPERATION, got=f"search={search!r}", needs=needs, fix="Pick one, or repeat it.")
+    named = dict.fromkeys(find_format(name).name for name in formats)
+    others = [name for name, form in FORMATS.items() if form.bits <= WIDEST and name not in named]
+    names = {**dict.fromkeys(named, True), **dict.fromkeys(others if all_formats else (), False)}
+    if not names:
+        raise invalid_input(
+            OPERATION, got="no format", needs="one to measure", fix="Name it with --format, or ask for --all-formats."
+        )
+    return [
+        Variant(name, search, needed)
+        for name, needed in names.items()
+        for search in ([None] if FORMATS[name].is_dense else dict.fromkeys(searches))
+    ]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure on, and against what.
+
+    Attributes:
+        against: the baseline's format; None for the experts as the checkpoint stores them. It is computed in float32.
+        dtype: of the variants' activations and of their other weights: "float32", "bfloat16", "float16" or "auto".
+        device: a torch device.
+        text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
+        tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
+    """
+
+    against: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    text: Path | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            needs = f"one of {', '.join(DTYPES)}"
+            raise invalid_input(OPERATION, got=f"dtype {self.dtype!r}", needs=needs, fix="Pick one.")
+        if self.tokens is not None and self.tokens < 0:
+            needs = "a number of tokens, or 0 for all"
+            raise invalid_input(
+                OPERATION, got=f"tokens={self.tokens}", needs=needs, fix="Leave it out for the default."
+            )
+        if self.against is not None:
+            find_format(self.against)
+
+
+def measure(
+    model: str | Path | None,
+    wanted: Sequence[Variant],
+    options: Options | None = None,
+    on_window: OnWindow = lambda variant, done, total: None,
+) -> QualityReport:
+    """Compare a model whose experts are stored in other formats with itself.
+
+    Args:
+        model: a local folder, a hub id, or None for the bundled model.
+        wanted: from `variants`.
+        options: the text and the baseline.
+        on_window: called after each window with the variant's name, and windows done and in all, over all variants.
+
+    Raises:
+        InvalidInputError: no such model, a text that is empty, unreadable or too short, a format that cannot store the
+            model, or predictions that are not finite.
+        UnsupportedError: a dense model, or one whose experts cannot be stored another way.
+    """
+    options = Options() if options is None else options
+    _device(options.device)
+    source = find_text_model(model)
+    limit = DEFAULT_TOKENS if options.tokens is None else options.tokens or None
+    corpus = read_corpus(source.tokenizer, min(source.context or CONTEXT, CONTEXT), options.text, limit)
+    baseline = _load(source, options, Variant(options.against) if options.against else None)
+    refused = {variant: _why_not(baseline, variant) for variant in wanted}
+    for variant, refusal in refused.items():
+        if refusal is not None and variant.needed:
+            raise refusal
+    fitting = [variant for variant, refusal in refused.items() if refusal is None]
+    rows = {variant: _skipped(variant, refusal) for variant, refusal in refused.items() if refusal is not None}
+    progress = _Progress(on_window, corpus.num_windows, len(fitting))
+    for variant in fitting:
+        progress.start(variant)
+        try:
+            rows[variant] = _measure(source, options, variant, baseline, corpus, progress)
+        except MoestroError as refusal:
+            if variant.needed or len(fitting) == 1:
+                raise
+            rows[variant] = _skipped(variant, refusal)
+    return QualityReport(
+        command=" ".join(["moestro", *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine={**machine.describe(), "device": options.device},
+        versions=versions(),
+        model=_describe(source, baseline),
+        text=corpus.text,
+        baseline=_stored(baseline),
+        rows=[rows[variant] for variant in wanted],
+    )
+
+
+class _Progress:
+    """Counts windows over all variants; those of a variant that is given up count as done."""
+
+    def __init__(self, on_window: OnWindow, windows_each: int, num_variants: int) -> None:
+        self._tell, self._each, self._total = on_window, windows_each, windows_each * num_variants
+        self._name, self._started, self._done = "", 0, 0
+
+    def start(self, variant: Variant) -> None:
+        self._name, self._done = variant.name, self._each * self._started
+        self._started += 1
+        self._tell(self._name, self._done, self._total)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._tell(self._name, self._done, self._total)
+
+
+def _measure(
+    source: TextSource, options: Options, variant: Variant, baseline: Any, corpus: Corpus, progress: _Progress
+) -> Row:
+    start = time.perf_counter()
+    model = _load(source, options, variant, options.dtype)
+    pair = SideBySide(model, baseline)
+    tally = Tally(pair.paths)
+    for document in corpus.documents:
+        for window in windows(document.numel(), corpus.text.context):
+            pair.read(document, window, tally)
+            progress.advance()
+    change = tally.change(corpus.text.num_bytes)
+    seconds = time.perf_counter() - start
+    return Row(variant.format, variant.search, "ok", None, _stored(model, variant.search), change, seconds)
+
+
+def _load(source: TextSource, options: Options, variant: Variant | None, dtype: str = "float32") -> Any:
+    """The model with its experts as the variant says, or as the checkpoint has them."""
+    name, search = (None, None) if variant is None else (variant.format, variant.search)
+    readable = _explained(source.path, "readable weights in safetensors form", "Download or save the model again.")
+    with readable, _fitting(source.path):
+        return load(source.path, name, dtype, options.device, search or "nearest")
+
+
+def _stores(model: Any) -> list[ExpertStore]:
+    return [store for layer in find(model) if (store := stored_in(layer.module)) is not None]
+
+
+def _why_not(baseline: Any, variant: Variant) -> MoestroError | None:
+    """What a format refuses the model's experts with, if it does."""
+    form = find_format(variant.format)
+    try:
+        for store in _stores(baseline):
+            for projection in (store.gate_up, store.down):
+                check_shape(form, projection.shape[1], projection.shape[2], OPERATION)
+    except MoestroError as refusal:
+        return refusal
+    return None
+
+
+def _skipped(variant: Variant, refusal: MoestroError) -> Row:
+    return Row(variant.format, variant.search, "skipped", str(refusal).removeprefix(f"[{OPERATION}] "))
+
+
+def _stored(model: Any, search: str | None = None) -> Stored:
+    kept = [projection for store in _stores(model) for projection in (store.gate_up, store.down)]
+    nbytes = sum(projection.nbytes for projection in kept)
+    return Stored(
+        format=" and ".join(dict.fromkeys(projection.format.name for projection in kept)),
+        search=search,
+        dtype=str(model.dtype).removeprefix("torch."),
+        bits_per_weight=8 * nbytes / sum(math.prod(projection.shape) for projection in kept),
+        expert_bytes=nbytes,
+    )
+
+
+def _describe(source: TextSource, baseline: Any) -> Model:
+    stores = _stores(baseline)
+    num_experts, hidden_size, intermediate_size = stores[0].down.shape
+    return Model(source.name, type(baseline).__name__, len(stores), hidden_size, intermediate_size, num_experts)
