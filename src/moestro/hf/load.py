@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import invalid_input
-from moestro.hf.places import find_model
+from moestro.hf.places import find_model, read_config
 from moestro.hf.quantization import METHOD, MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
 
@@ -47,7 +47,7 @@ def load(
     source = find_model(path_or_id, "load")
     if Path(source).is_dir():
         open_checkpoint(Path(source))  # damage is found here, before Transformers looks at the files
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source, "load")
     quantization = take_quantization(config)
     own = MoestroConfig(**{"format": format, "search": search, **_kept(format, quantization)})
     own.source, own.complete = quantization, True

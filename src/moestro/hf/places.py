@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from moestro.errors import invalid_input
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig
 
+from moestro.errors import MoestroError, invalid_input
+
+_SENTENCE = 200
+"""The most characters that are repeated of what another library says."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -37,3 +46,34 @@ def find_model(name: str | Path, operation: str) -> str:
             fix="Check the path.",
         )
     return name
+
+
+def read_config(source: str | Path, operation: str) -> Any:
+    """The configuration of the model in a folder, or of this hub id.
+
+    Raises:
+        InvalidInputError: there is none, or Transformers cannot read it.
+    """
+    local = Path(source).is_dir()
+    needs = "a configuration that Transformers knows" if local else "a folder here, or a hub id that can be reached"
+    fix = "Check config.json, or update Transformers." if local else "Check the name and the connection."
+    with explained(operation, source, needs, fix):
+        return AutoConfig.from_pretrained(source)
+
+
+@contextmanager
+def explained(operation: str, source: str | Path, needs: str, fix: str) -> Iterator[None]:
+    """Turn what Transformers raises for a model it cannot read into one line that names the model."""
+    try:
+        yield
+    except MoestroError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
+        raise invalid_input(operation, got=f"{source} ({first_sentence(error)})", needs=needs, fix=fix) from error
+
+
+def first_sentence(error: BaseException) -> str:
+    """What an error says, in as much as fits into a sentence."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    sentence = text.split(". ")[0].rstrip(".")
+    return sentence if len(sentence) <= _SENTENCE else f"{sentence[:_SENTENCE]}..."

@@ -109,7 +109,7 @@ class MoestroQuantizer(HfQuantizer):
         self._scaled = find_scaled(model, self._checkpoint, self.source, names)
         if self._complete:
             check_rest(model, self._checkpoint, names, [weight.parameter for weight in self._scaled])
-        self._checkpoint.verify()
+        _verify(self._checkpoint)
         for weight in self._scaled:
             weight.take(model)
         taken = [f"{stored.path}." for _, stored in self._layers] + [weight.parameter for weight in self._scaled]
@@ -237,6 +237,20 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
     folder = paths[0].parent
     whole = {path.name for path in folder.glob("*.safetensors")} == {path.name for path in paths}
     return open_checkpoint(folder if whole else paths)
+
+
+def _verify(checkpoint: Checkpoint) -> None:
+    """Compare all bytes with the checkpoint's checksums, where it has any."""
+    seen = 0
+
+    def count(done: int, _: int) -> None:
+        nonlocal seen
+        bar.update(done - seen)
+        seen = done
+
+    options = {"desc": "Comparing checksums", "unit": "B", "unit_scale": True, "delay": 1}
+    with tqdm(total=checkpoint.nbytes, **options) as bar:
+        checkpoint.verify(count)
 
 
 def _device_of(model: Any, layer: Found) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
 from moestro.errors import MoestroError, invalid_input, unsupported
@@ -21,10 +21,14 @@ from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.accelerate import Found, find
 from moestro.hf.names import NameMap
+from moestro.hf.places import read_config
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.store import SUFFIXES, Part, Recipe, Stored
 
 OPERATION = "load"
+QUANTIZED = ("fp8", "mxfp4", "moestro")
+"""Transformers' names of the methods whose checkpoints are read as they are."""
+
 _DENSE = {f.storage: f for f in DENSE_FORMATS}
 _AS_SAVED = "Download or save the checkpoint again."
 _THROUGH_TRANSFORMERS = "Load the model with Transformers, and call moestro.accelerate on it."
@@ -59,7 +63,7 @@ class Quantization:
         if method == "moestro":
             rest = cls.of(config.get("rest"))
             return cls(rest.method or method, rest.block_size, config.get("format"), config.get("overrides") or {})
-        if method not in ("fp8", "mxfp4"):
+        if method not in QUANTIZED:
             raise unsupported(
                 OPERATION,
                 got=f"a checkpoint quantised by {method or 'an unnamed method'}",
@@ -84,7 +88,7 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     Raises:
         InvalidInputError, UnsupportedError: as for `load`.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder, OPERATION)
     quantization = take_quantization(config)
     checkpoint = open_checkpoint(Path(folder))
     with torch.device("meta"):
