@@ -179,6 +179,31 @@ class Activation:
                 needs='kind="custom" and a function together, or neither',
                 fix="Set both or drop both.",
             )
+        # Here and not where it is needed: a tracer that lets sizes vary takes an object's numbers for sizes.
+        object.__setattr__(self, "_code", self._encode())
+
+    def _encode(self) -> str:
+        limit = "none" if self.limit is None else repr(float(self.limit))
+        numbers = f"{float(self.alpha)!r}|{limit}|{float(self.up_offset)!r}"
+        return f"{self.kind}|{int(self.gated)}|{int(self.interleaved)}|{numbers}"
+
+    @property
+    def code(self) -> str:
+        """All of it but the function as a string, which a graph can hold; `decode` reads it back."""
+        return str(self._code)  # type: ignore[attr-defined]
+
+    @classmethod
+    def decode(cls, code: str) -> Activation:
+        """The activation without a function whose `code` this is."""
+        kind, gated, interleaved, alpha, limit, up_offset = code.split("|")
+        return cls(
+            kind=kind,  # type: ignore[arg-type]
+            gated=gated == "1",
+            interleaved=interleaved == "1",
+            alpha=float(alpha),
+            limit=None if limit == "none" else float(limit),
+            up_offset=float(up_offset),
+        )
 
 
 SWIGLU = Activation()

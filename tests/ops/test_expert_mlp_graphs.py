@@ -11,7 +11,6 @@ import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.ops.expert_mlp.backward import activation_backward
-from moestro.ops.expert_mlp.library import decode, encode
 from tolerances import assert_close
 
 from . import problems
@@ -62,7 +61,7 @@ def test_float16_gradients_do_not_overflow_between_the_matmuls(strategy):
         None,
         None,
         "output",
-        encode(Activation()),
+        Activation().code,
         "float16|float16",
         strategy,
     )
@@ -153,7 +152,7 @@ def test_traced_node_and_its_gradient(weight_on, bias):
         x, w, gate_up, down, *biases = leaves
         biases = biases or [None, None]
         if node:
-            words = (weight_on, encode(activation), "float32|float32", "auto")
+            words = (weight_on, activation.code, "float32|float32", "auto")
             y = torch.ops.moestro.expert_mlp(x, routing.expert_ids, w, [gate_up], [down], *biases, *words)
         else:
             routed = Routing(routing.expert_ids, w, weight_on)
@@ -171,14 +170,14 @@ def test_traced_node_is_a_well_formed_operator():
     weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes, kind="full")
     leaves = [t.requires_grad_() for t in (torch.randn(5, 8), routing.routing_weights, *weights.tensors)]
     x, w, gate_up, down = leaves
-    words = ("output", encode(Activation()), "float32|float32", "auto")
+    words = ("output", Activation().code, "float32|float32", "auto")
     arguments = (x, routing.expert_ids, w, [gate_up], [down], None, None, *words)
     torch.library.opcheck(torch.ops.moestro.expert_mlp, arguments)
 
 
 @pytest.mark.parametrize("activation", problems.ACTIVATIONS, ids=lambda a: f"{a.kind}-{a.gated}")
 def test_activations_cross_into_a_graph_unchanged(activation):
-    assert decode(encode(activation)) == activation
+    assert Activation.decode(activation.code) == activation
 
 
 def test_compiles_whole_and_exports_with_any_number_of_tokens():

@@ -14,7 +14,7 @@ from moestro import Activation, Experts, Routing
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, SplitTensor, dense, quantize
 from moestro.ops.expert_mlp import tuning
-from moestro.ops.expert_mlp.library import encode, read_layout, write_layout
+from moestro.ops.expert_mlp.library import read_layout, write_layout
 from moestro.ops.expert_mlp.stored import recorded
 from moestro.types import GPT_OSS_SWIGLU
 from moestro.weights import Layout
@@ -52,7 +52,7 @@ def through_the_node(weights, leaves, routing):
     x, w, *biases = leaves
     layout = f"{write_layout(weights.gate_up)}|{write_layout(weights.down)}"
     stored = (list(weights.gate_up.tensors), list(weights.down.tensors))
-    words = (routing.weight_on, encode(weights.activation), layout, "auto")
+    words = (routing.weight_on, weights.activation.code, layout, "auto")
     y = torch.ops.moestro.expert_mlp(x, routing.expert_ids, w, *stored, *biases, *words)
     return torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).reshape(y.shape))
 
@@ -157,7 +157,7 @@ def test_the_node_is_a_well_formed_operator(name):
     x, w, *biases = leaves_of(x, routing, weights)
     split = apart(weights)
     layout = f"{write_layout(weights.gate_up)}|{write_layout(split.down)}"
-    words = ("output", encode(weights.activation), layout, "auto")
+    words = ("output", weights.activation.code, layout, "auto")
     stored = (list(weights.gate_up.tensors), list(split.down.tensors))
     arguments = (x, routing.expert_ids, w, *stored, *biases, *words)
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
@@ -224,7 +224,7 @@ def test_what_a_graph_cannot_hold_is_refused_in_words():
     split = apart(dequantized(weights))
     trained = SplitTensor(tuple((dense(m.data.requires_grad_()),) for (m,) in split.down.matrices))
     layout = f"{write_layout(weights.gate_up)}|{write_layout(trained)}"
-    words = ("output", encode(weights.activation), layout, "auto")
+    words = ("output", weights.activation.code, layout, "auto")
     stored = (list(weights.gate_up.tensors), list(trained.tensors))
     biases = (weights.gate_up_bias, weights.down_bias)
     y = torch.ops.moestro.expert_mlp(x, routing.expert_ids, routing.routing_weights, *stored, *biases, *words)
@@ -242,7 +242,7 @@ def test_what_a_graph_cannot_hold_is_refused_in_words():
 def test_settings_and_strategies_hold_inside_the_node():
     x, sizes, weights = problem("mxfp4")
     routing = problems.routing(sizes)
-    words = ("output", encode(weights.activation), "mxfp4|mxfp4")
+    words = ("output", weights.activation.code, "mxfp4|mxfp4")
     stored = (list(weights.gate_up.tensors), list(weights.down.tensors))
     biases = (weights.gate_up_bias, weights.down_bias)
     node = torch.ops.moestro.expert_mlp

@@ -47,7 +47,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
         weights.gate_up_bias,
         weights.down_bias,
         routing.weight_on,
-        encode(weights.activation),
+        weights.activation.code,
         layout,
         strategy,
     )
@@ -106,30 +106,6 @@ _READS_IDS = (torch.Tag.cudagraph_unsafe,)
 """The walks read the ids on the host, which a captured CUDA graph cannot."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def encode(activation: Activation) -> str:
-    """An `Activation` without a function as a string; `decode` reads it back.
-
-    A tracer that lets sizes vary would take its numbers for sizes; as a constant they are guarded, not traced.
-    """
-    a = activation
-    limit = "none" if a.limit is None else repr(float(a.limit))
-    return f"{a.kind}|{int(a.gated)}|{int(a.interleaved)}|{float(a.alpha)!r}|{limit}|{float(a.up_offset)!r}"
-
-
-def decode(text: str) -> Activation:
-    """The `Activation` that `encode` wrote."""
-    kind, gated, interleaved, alpha, limit, up_offset = text.split("|")
-    return Activation(
-        kind=kind,  # type: ignore[arg-type]
-        gated=gated == "1",
-        interleaved=interleaved == "1",
-        alpha=float(alpha),
-        limit=None if limit == "none" else float(limit),
-        up_offset=float(up_offset),
-    )
-
-
 def _weights(
     gate_up: list[Tensor],
     down: list[Tensor],
@@ -138,7 +114,7 @@ def _weights(
 ) -> ExpertWeights:
     activation, layout = words
     first, last = (read_layout(text) for text in layout.split("|"))
-    return ExpertWeights(first.build(gate_up), last.build(down), *biases, decode(activation))
+    return ExpertWeights(first.build(gate_up), last.build(down), *biases, Activation.decode(activation))
 
 
 @torch.library.custom_op("moestro::expert_mlp", mutates_args=(), tags=_READS_IDS)
