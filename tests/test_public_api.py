@@ -32,6 +32,7 @@ PUBLIC = {
     "expert_mlp",
     "explain",
     "group_by_expert",
+    "load",
     "topk",
     "use",
 }

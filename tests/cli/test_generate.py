@@ -101,6 +101,26 @@ def test_dtype(model_folder: Path) -> None:
     assert found["dtype"] == "bfloat16"
 
 
+def test_a_format_is_said(model_folder: Path, tmp_path: Path) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+    found = as_json(*options, "--format", "int8")
+    assert found["stored_experts"] == ["int8, in memory"]
+    assert run(*options, "--format", "int8").stderr.endswith("; float32; experts int8, in memory\n")
+    assert as_json(*options)["stored_experts"] == []
+    moestro.load(model_folder, format="int8").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    saved = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20")
+    assert saved["stored_experts"] == ["int8, memory-mapped"]
+    assert saved["text"] == found["text"]
+
+
+def test_experts_beyond_half_of_the_free_memory_are_mapped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moestro.hf.text_model.available_bytes", lambda: 1000)
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+    assert found["stored_experts"] == ["float32, memory-mapped"]
+    assert found["text"] == expected_text(model_folder, 20)
+
+
 def test_one_token_has_no_generation_speed(model_folder: Path) -> None:
     found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "1")
     assert found["tokens_per_second"]["generated"] is None
@@ -196,6 +216,13 @@ def test_an_option_that_cannot_be(model_folder: Path, options: list[str], says: 
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_an_empty_prompt(prompt: str) -> None:
     refused(run(prompt, "--model", "nowhere/at-all"), "an empty prompt")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("mxfp4", "multiple of 32"), ("int3", "mxfp4"), ("nf4", "[find_format] got ")]
+)
+def test_a_format_that_cannot_be(model_folder: Path, name: str, says: str) -> None:
+    refused(run(PROMPT, "--model", str(model_folder), "--format", name), says)
 
 
 def test_a_prompt_beyond_the_context(model_folder: Path) -> None:

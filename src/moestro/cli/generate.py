@@ -40,6 +40,12 @@ def generate(
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 to repeat less.")] = None,
     seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantise the experts to this format while reading (mxfp4, int8, ...).", show_default="as stored"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
@@ -65,6 +71,7 @@ def generate(
                 device,
                 strategy,
                 lambda name, tokenizer, context: library.check_length(name, tokenizer, context, request),
+                format,
             )
             library.check(text_model, prompt, sampling, chat)
             if as_json:
@@ -91,13 +98,19 @@ def summary(text_model: TextModel, found: Generation) -> str:
         f"{found.new_tokens} tokens" + (f", {speed:.1f} tokens/s" if speed is not None else ""),
         f"{text_model.name}: {len(text_model.served)} expert layers served; prompt by {_names(found.prompt_ran)}"
         + (f", generation by {_names(found.new_ran)}" if found.new_ran else "")
-        + f"; {_dtype(text_model)}",
+        + f"; {_dtype(text_model)}"
+        + "".join(f"; experts {layout}" for layout in _stored(text_model)),
     ]
     return "\n".join(lines)
 
 
 def _names(ran: tuple[Ran, ...]) -> str:
     return ", ".join(f"{r.implementation} ({r.strategy})" for r in ran)
+
+
+def _stored(text_model: TextModel) -> list[str]:
+    """How experts lie that are kept as a checkpoint stores them: "mxfp4, memory-mapped"."""
+    return sorted({layer.layout for layer in text_model.served if layer.stored})
 
 
 def _dtype(text_model: TextModel) -> str:
@@ -124,6 +137,7 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "architecture": type(text_model.model).__name__,
         "expert_layers": len(text_model.served),
         "dtype": _dtype(text_model),
+        "stored_experts": _stored(text_model),
         "device": str(text_model.model.device),
         "threads": torch.get_num_threads(),
         "versions": {

@@ -50,6 +50,7 @@ class Served:
         activation: the function between the matmuls ("custom" when it runs the module's own code).
         layout: "K-contiguous", or "strided (reason)"; of stored experts "FORMAT, memory-mapped" or "FORMAT, in memory".
         strategy: the strategy it was asked for.
+        stored: whether its experts are kept as a checkpoint stores them, and not as parameters.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Served:
     activation: str
     layout: str
     strategy: str
+    stored: bool = False
 
 
 def accelerate(model: Model, strategy: str = "auto") -> Model:
@@ -125,7 +127,15 @@ def find(model: nn.Module) -> list[Found]:
 def served(model: nn.Module) -> list[Served]:
     """The expert layers of `model` that moestro serves, and how; an empty list if there are none."""
     return [
-        Served(path, type(module).__name__, adapter.family, describe(plan.activation), plan.layout, strategy)
+        Served(
+            path,
+            type(module).__name__,
+            adapter.family,
+            describe(plan.activation),
+            plan.layout,
+            strategy,
+            stored_in(module) is not None,
+        )
         for path, module in model.named_modules()
         if (adapter := adapter_of(module)) is not None
         and (strategy := _strategy_of(module, adapter)) is not None

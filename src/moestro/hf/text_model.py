@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
 from moestro.hf.load import load
+from moestro.hf.places import find_model
 from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
-from moestro.hf.places import find_model
 from moestro.ops.expert_mlp.tuning import parse_strategy
 
 OPERATION = "load"
@@ -86,12 +86,14 @@ class TextSource:
         path: the folder, or the hub id.
         config: of Transformers.
         tokenizer: its tokenizer.
+        skeleton: the model, made of empty parameters.
     """
 
     name: str
     path: str
     config: Any
     tokenizer: Any
+    skeleton: Any
 
     @property
     def context(self) -> int | None:
@@ -111,8 +113,8 @@ def find_text_model(model: str | Path | None = None) -> TextSource:
     """
     source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
     config = _configuration(source)
-    _refuse_early(source, config)
-    return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source))
+    skeleton = _refuse_early(source, config)
+    return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
 
 
 def load_text_model(
@@ -125,8 +127,8 @@ def load_text_model(
 ) -> TextModel:
     """Load a Mixture-of-Experts language model and let moestro serve its expert layers.
 
-    A model that would be refused for its architecture is refused before its weights are read or downloaded. Experts that
-    are quantised, or too many for half of the free memory, stay as their checkpoint stores them (`moestro.load`).
+    A model that would be refused for its architecture is refused before its weights are read or downloaded. Experts
+    that are quantised, or too many for half of the free memory, stay as their checkpoint stores them (`moestro.load`).
 
     Args:
         model: a local folder, a hub id, or None for the bundled model.
@@ -151,7 +153,8 @@ def load_text_model(
         check(found.name, found.tokenizer, found.context)
     readable = _explained(source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, _fitting(source):
-        loaded = _weights(source, found.config, dtype)
+        stays = format is not None or _stays(found, dtype)
+        loaded = load(source, format, dtype) if stays else _weights(source, found.config, dtype)
     accelerate(loaded, strategy)
     with _fitting(source):
         loaded = loaded.to(target).eval()
@@ -238,16 +241,15 @@ def _unfit(source: str, problem: str) -> MoestroError:
     return invalid_input(OPERATION, got=f"{source}, with {problem}", needs=needs, fix=fix)
 
 
-def _stays(config: Any, skeleton: Any, dtype: str) -> bool:
-    """Whether experts are to stay as stored: they are quantised, or the whole would not leave half of the memory free."""
-    quantization = getattr(config, "quantization_config", None) or {}
+def _stays(found: TextSource, dtype: str) -> bool:
+    """Whether experts are to stay as stored: they are quantised, or would leave less than half of the memory free."""
+    quantization = getattr(found.config, "quantization_config", None) or {}
     if quantization:
-        method = quantization.get("quant_method")
-        return method in QUANTIZED and not quantization.get("dequantize")
-    if any(layer.adapter.projections is None for layer in find(skeleton)):
+        return quantization.get("quant_method") in QUANTIZED and not quantization.get("dequantize")
+    if any(layer.adapter.projections is None for layer in find(found.skeleton)):
         return False
     size = None if dtype == "auto" else getattr(torch, dtype).itemsize
-    total = sum(p.numel() * (size or p.element_size()) for p in skeleton.parameters())
+    total = sum(p.numel() * (size or p.element_size()) for p in found.skeleton.parameters())
     return bool(total > available_bytes() / 2)
 
 
