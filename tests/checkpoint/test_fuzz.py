@@ -42,8 +42,9 @@ def opened(path: Path, data: bytes) -> Checkpoint | None:
     try:
         return open_checkpoint(path)
     except MoestroError as error:
-        assert str(path) in parts(error)["got"]
-        return None
+        refusal = parts(error)["got"]
+    assert str(path) in refusal
+    return None
 
 
 def compare_with_library(path: Path, checkpoint: Checkpoint | None) -> None:
@@ -64,7 +65,12 @@ def check(path: Path, data: bytes) -> None:
 
 
 edits = st.lists(
-    st.tuples(st.sampled_from(["flip", "set", "drop", "repeat", "insert"]), st.integers(0), st.integers(0), st.binary(max_size=9)),
+    st.tuples(
+        st.sampled_from(["flip", "set", "drop", "repeat", "insert"]),
+        st.integers(0),
+        st.integers(0),
+        st.binary(max_size=9),
+    ),
     min_size=1,
     max_size=4,
 )
@@ -164,7 +170,9 @@ def test_sound_headers_in_any_order(path: Path, data: st.DataObject) -> None:
 
 @settings(max_examples=200)
 @given(edits)
-def test_bytes_of_an_index(tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, int, int, bytes]]) -> None:
+def test_bytes_of_an_index(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, int, int, bytes]]
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "fuzzed-index"
     folder.mkdir(exist_ok=True)
     (folder / "a").write_bytes(save({"x": torch.ones(2)}))
@@ -174,7 +182,9 @@ def test_bytes_of_an_index(tmp_path_factory: pytest.TempPathFactory, changes: li
     try:
         checkpoint = open_checkpoint(folder)
     except MoestroError as error:
-        assert str(folder) in parts(error)["got"]
+        checkpoint, refusal = None, parts(error)["got"]
+    if checkpoint is None:
+        assert str(folder) in refusal
         return
     assert [checkpoint.entry(name).file.name for name in checkpoint.names] == ["a", "b"]
     assert checkpoint.names == ("x", "y")

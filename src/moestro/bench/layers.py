@@ -116,11 +116,11 @@ class Layer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weights.gate_up.data.dtype
+        return self.stored.gate_up.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.weights.gate_up.data.device
+        return self.stored.gate_up.device
 
     @property
     def num_experts(self) -> int:

@@ -98,7 +98,8 @@ def _needs_transformers(spec: LayerSpec, dtype: torch.dtype) -> str | None:
 
 def k_contiguous(layer: Layer) -> StoredExperts:
     """The experts in Transformers' shapes over moestro's tensors: a transposed family as `accelerate` leaves it."""
-    stored, gate_up, down = layer.stored, layer.weights.gate_up.data, layer.weights.down.data
+    stored = layer.stored
+    gate_up, down = (dense.tensors[0] for dense in (layer.weights.gate_up, layer.weights.down))
     if layer.spec.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     return replace(stored, gate_up=gate_up, down=down)
