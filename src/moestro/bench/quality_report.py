@@ -202,11 +202,15 @@ def headline(report: QualityReport) -> list[str]:
     dtypes = sorted({row.stored.dtype for row in report.measured if row.stored is not None})
     return [
         f"model: {model.name} ({model.architecture}, {model.num_layers} expert layers, {sizes})",
-        f"text: {text.name}: {text.num_tokens:,} tokens, {text.num_bytes:,} bytes, "
-        f"{text.documents} document{'' if text.documents == 1 else 's'}, context {text.context:,}",
+        f"text: {text.name}: {_count(text.num_tokens, 'token')}, {_count(text.num_bytes, 'byte')}, "
+        f"{_count(text.documents, 'document')}, context {text.context:,}",
         f"baseline: experts in {stored.format}, computed in {stored.dtype}; "
         f"variants computed in {', '.join(dtypes) or stored.dtype}",
     ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def table(report: QualityReport) -> Table:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, generate, info, quantize
+from moestro.cli import bench, generate, info, quality, quantize
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(info.info)
 app.command()(quantize.quantize)
+app.command()(quality.quality)
 app.add_typer(bench.app, name="bench")
 
 

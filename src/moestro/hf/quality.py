@@ -230,7 +230,9 @@ def _why_not(baseline: Any, variant: Variant) -> MoestroError | None:
 
 
 def _skipped(variant: Variant, refusal: MoestroError) -> Row:
-    return Row(variant.format, variant.search, "skipped", str(refusal).removeprefix(f"[{OPERATION}] "))
+    """The reason says what was met and needed; formats with the same reason share a line of the report."""
+    reason = str(refusal).removeprefix(f"[{OPERATION}] ").partition(". ")[0]
+    return Row(variant.format, variant.search, "skipped", reason.replace(f" for format {variant.format}", ""))
 
 
 def _stored(model: Any, search: str | None = None) -> Stored:

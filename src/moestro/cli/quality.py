@@ -1,0 +1,150 @@
+"""`moestro quality`: arguments in, a table out; the work is in `moestro.hf.quality`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moestro.cli.refusal import refusals
+from moestro.errors import invalid_input
+
+if TYPE_CHECKING:
+    from moestro.bench.quality_report import QualityReport
+
+PIPE_WIDTH = 160
+
+
+def quality(
+    model: Annotated[
+        str | None, typer.Argument(help="A local folder or a hub id.", show_default="the bundled model")
+    ] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="Of the experts: mxfp4, int8, ...; may be repeated.")
+    ] = None,
+    all_formats: Annotated[
+        bool, typer.Option("--all-formats", help="Every format that can store the model's experts.")
+    ] = False,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(help="How scales are chosen: nearest or mse; repeat it for both.", show_default="nearest"),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The baseline's format; it computes in float32.", show_default="as stored")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="What to predict: a UTF-8 file.", show_default="Python files that training held out"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="How many to predict; 0 for all of the text.", show_default="32768")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="What variants compute in: float32, bfloat16, float16, or auto for the checkpoint's.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, layer by layer, and no table.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the table as a Markdown page.")] = None,
+) -> None:
+    """Measure what storing a model's experts in fewer bits costs its predictions.
+
+    Every variant reads the text beside a baseline with the experts as they are, in float32. The table: bits per byte
+    and perplexity, KL divergence of the next-token distributions, how often both hold the same token for the likeliest,
+    the error of the experts' outputs, and the share of routing decisions that changed.
+    """
+    with refusals():
+        _check_targets(plot, report)
+        from moestro.hf.quality import Options, measure, variants
+        from moestro.hf.text_model import quiet_transformers
+
+        wanted = variants(formats or (), search or ("nearest",), all_formats)
+        options = Options(against, dtype, device, text, tokens)
+        with quiet_transformers(), _bar(shown=not as_json and sys.stderr.isatty()) as on_window:
+            found = measure(model, wanted, options, on_window)
+        _write(found, plot, report)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        _print(found)
+
+
+def _check_targets(plot: Path | None, report: Path | None) -> None:
+    """Refuse before the run what could not be written after it."""
+    if plot is not None:
+        from moestro.bench.plot import check_ending
+
+        check_ending(plot)
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise invalid_input(
+                "quality", got="--plot", needs="matplotlib", fix="Install it: pip install matplotlib."
+            ) from None
+    for path in filter(None, (plot, report)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise invalid_input(
+                "quality", got=f"{str(path)!r} to write to", needs="a file", fix="Name one in a folder that exists."
+            )
+
+
+@contextmanager
+def _bar(shown: bool) -> Iterator[Callable[[str, int, int], object]]:
+    """A progress bar on stderr, with the time left by the windows read."""
+    if not shown:
+        yield lambda variant, done, total: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("left"),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def on_window(variant: str, done: int, total: int) -> None:
+            bar.update(task, description=variant, completed=done, total=total)
+
+        yield on_window
+
+
+def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None:
+    from moestro.bench.quality_plot import quality_plot
+    from moestro.bench.quality_report import markdown
+
+    try:
+        if report is not None:
+            report.write_text(markdown(found), encoding="utf-8")
+        if plot is not None and found.measured:
+            quality_plot(found, plot)
+    except OSError as error:
+        got = f"{error.filename or plot or report} ({error.strerror})"
+        raise invalid_input("quality", got=got, needs="a file that can be written", fix="Name another.") from error
+
+
+def _print(found: QualityReport) -> None:
+    from rich.console import Console
+
+    from moestro.bench.quality_report import headline, reasons, table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    for line in headline(found):
+        console.print(line, soft_wrap=True)
+    console.print(table(found))
+    for line in reasons(found):
+        console.print(line, soft_wrap=True)
