@@ -59,8 +59,13 @@ def _fp8(module: Any, data: Tensor, scales: Tensor, halves: int) -> StoredExpert
         raise refuse(module, f"scales for blocks of {list(size)}", "blocks of [128, 128], or one scale a matrix")
     stored = FORMATS["fp8-e4m3-tensor" if size is None else "fp8-e4m3-b128"]
     data, scales = data.detach(), scales.detach()
+    rows = data.shape[1] // halves
     height = 128 if size is not None else data.shape[1]
-    if halves == 1 or scales.shape[1] == -(-data.shape[1] // height):
+    joint = scales.shape[1] == -(-data.shape[1] // height)
+    if halves == 2 and joint and rows % height and scales.shape[1] == 2 * -(-rows // height):
+        got = f"gate and up of {rows} rows each and {scales.shape[1]} rows of scales, which each may have its own of"
+        raise refuse(module, got, "rows in multiples of 128", "Load the checkpoint with moestro.load.")
+    if halves == 1 or joint:
         return PackedTensor(data, stored, scales)
     pairs = zip(data.chunk(2, 1), scales.chunk(2, 1), strict=True)
     gate, up = (PackedTensor(half, stored, its) for half, its in pairs)
