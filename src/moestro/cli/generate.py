@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,12 +41,7 @@ def generate(
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 to repeat less.")] = None,
     seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help="Quantise the experts to this format while reading (mxfp4, int8, ...).", show_default="as stored"
-        ),
-    ] = None,
+    format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
@@ -65,14 +61,8 @@ def generate(
         library.check_prompt(prompt)
         with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
             request = (prompt, sampling, chat)
-            text_model = load_text_model(
-                model,
-                dtype,
-                device,
-                strategy,
-                lambda name, tokenizer, context: library.check_length(name, tokenizer, context, request),
-                format,
-            )
+            check = partial(library.check_length, request=request)
+            text_model = load_text_model(model, dtype, device, strategy, check, format)
             library.check(text_model, prompt, sampling, chat)
             if as_json:
                 found = library.generate(text_model, prompt, sampling, chat=chat)
