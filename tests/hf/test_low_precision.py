@@ -6,6 +6,7 @@ What they store is undone here by the tests' own code, and computed by Transform
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from types import SimpleNamespace
 
@@ -42,6 +43,8 @@ def config(hidden_size=256, intermediate_size=128, **changes):
 def experts_of(settings, **options):
     """Random bytes and scales in what Transformers' module has allocated."""
     torch.manual_seed(0)
+    if "expert_dtype" not in inspect.signature(FP8Experts).parameters:  # older Transformers looks in the configuration
+        settings.expert_dtype = options.pop("expert_dtype", "fp8")
     module = FP8Experts(settings, **options)
     for name, parameter in module.named_parameters():
         if parameter.dtype == torch.int8:
@@ -110,6 +113,8 @@ GATES = {
 def test_gates_are_the_modules_own(gate):
     changes, words = GATES[gate]
     module = moestro.accelerate(experts_of(config(**changes), block_size=BLOCK))
+    if gate == "softcap" and not hasattr(module, "gate_softcap"):
+        pytest.skip("this Transformers knows no such gate")
     assert served(module)[0].activation == words
     y = module(*inputs())
     assert_close(y, expected(module, *inputs()))
@@ -250,6 +255,8 @@ KERNELS = SimpleNamespace(
 @pytest.fixture
 def swapped(made):
     """gpt-oss with Transformers' MXFP4 modules, filled by its own code from a published checkpoint."""
+    if not hasattr(transformers_mxfp4, "Mxfp4GptOssMLP"):
+        pytest.skip("this Transformers puts no module in the place of gpt-oss's MLP")
     folder = made.folder("gpt-oss-20b")
     tensors = read(folder)
     settings = AutoConfig.from_pretrained(folder)

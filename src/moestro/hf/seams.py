@@ -27,13 +27,14 @@ class KeepsExperts(HfQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._published = dict(quantization_config.to_dict())
+        self._dequantize = bool(getattr(quantization_config, "dequantize", False))  # Mxfp4Config leaves it out above
         self._own: MoestroQuantizer | None = None
         self._check: Callable[[], object] | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Put off what Transformers' own way asks for, or warns of, where that way may not be taken."""
         check = partial(super().validate_environment, *args, **kwargs)
-        if self.pre_quantized and not self._published.get("dequantize") and not _has_gpu():
+        if self.pre_quantized and not self._dequantize and not _has_gpu():
             self._check = check
         else:
             check()
