@@ -7,7 +7,7 @@ the recipes inside a model. Nothing is computed here: what lies in a file stays 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -176,9 +176,27 @@ class ExpertStore(nn.Module):
         for name, tensor in self.tensors.items():
             device = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device)).device
             if device != tensor.device:
-                self.tensors[name] = tensor.to(device)
+                self._take(name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         self._build()
         return self
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor that is no view of a file in the place of one that was."""
+        self.tensors[name] = tensor
+        self.stored = replace(self.stored, mapped=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle: what is stored, once, and not the views of it."""
+        views = ("gate_up", "down", "_weights")
+        own = {name: value for name, value in self.__dict__.items() if name not in views}
+        # PyTorch does not unpickle dtypes of 8-bit floats.
+        tensors = {n: (t.dtype, t.view(torch.uint8) if t.dtype.itemsize == 1 else t) for n, t in self.tensors.items()}
+        return own | {"stored": replace(self.stored, mapped=False), "tensors": tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = {name: tensor.view(dtype) for name, (dtype, tensor) in state["tensors"].items()}
+        super().__setstate__(state | {"tensors": tensors})
+        self._build()
 
     def _outer(self, prefix: str) -> str:
         own = f"{self.stored.path}.{STORE}." if self.stored.path else f"{STORE}."
@@ -198,7 +216,8 @@ class ExpertStore(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for name, tensor in self.tensors.items():
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        for name, tensor in list(self.tensors.items()):
             key = prefix + name
             if key not in state_dict:
                 missing_keys.append(key)
@@ -207,8 +226,12 @@ class ExpertStore(nn.Module):
                 error_msgs.append(
                     f"{key}: {given.dtype} {list(given.shape)}, stored {tensor.dtype} {list(tensor.shape)}"
                 )
+            elif assign:
+                self._take(name, state_dict[key])
             else:
                 tensor.copy_(state_dict[key])
+        if assign:
+            self._build()
 
     def extra_repr(self) -> str:
         e, _, k = self.gate_up.shape
