@@ -119,7 +119,13 @@ def test_a_command_that_does_not_exist_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("names", "page"),
-    [(["generate"], "cli"), (["info"], "cli"), (["quantize"], "cli"), (["bench", "layer"], "bench")],
+    [
+        (["generate"], "cli"),
+        (["info"], "cli"),
+        (["quantize"], "cli"),
+        (["quality"], "quality"),
+        (["bench", "layer"], "bench"),
+    ],
     ids=str,
 )
 def test_every_option_is_documented(names: list[str], page: str) -> None:

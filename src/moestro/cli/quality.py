@@ -69,11 +69,11 @@ def quality(
         options = Options(against, dtype, device, text, tokens)
         with quiet_transformers(), _bar(shown=not as_json and sys.stderr.isatty()) as on_window:
             found = measure(model, wanted, options, on_window)
+        if as_json:
+            typer.echo(json.dumps(found.as_json()))
+        else:
+            _print(found)
         _write(found, plot, report)
-    if as_json:
-        typer.echo(json.dumps(found.as_json()))
-    else:
-        _print(found)
 
 
 def _check_targets(plot: Path | None, report: Path | None) -> None:
