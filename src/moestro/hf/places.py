@@ -14,6 +14,16 @@ from transformers import AutoConfig
 
 from moestro.errors import MoestroError, invalid_input
 
+_OF_OTHERS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 _SENTENCE = 200
 """The most characters that are repeated of what another library says."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -68,7 +78,7 @@ def explained(operation: str, source: str | Path, needs: str, fix: str) -> Itera
         yield
     except MoestroError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except _OF_OTHERS as error:
         raise invalid_input(operation, got=f"{source} ({first_sentence(error)})", needs=needs, fix=fix) from error
 
 

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
 from moestro.hf.load import load
-from moestro.hf.places import find_model
+from moestro.hf.places import explained, find_model, first_sentence, read_config
 from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -112,7 +110,7 @@ def find_text_model(model: str | Path | None = None) -> TextSource:
         UnsupportedError: a dense model, or one with expert layers that cannot be served.
     """
     source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
-    config = _configuration(source)
+    config = read_config(source, OPERATION)
     skeleton = _refuse_early(source, config)
     return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
 
@@ -151,7 +149,7 @@ def load_text_model(
     source = found.path
     if check is not None:
         check(found.name, found.tokenizer, found.context)
-    readable = _explained(source, "readable weights in safetensors form", "Download or save the model again.")
+    readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, _fitting(source):
         stays = format is not None or _stays(found, dtype)
         loaded = load(source, format, dtype) if stays else _weights(source, found.config, dtype)
@@ -186,18 +184,11 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise invalid_input(
             OPERATION,
-            got=f"device {name!r} ({_first_sentence(error)})",
+            got=f"device {name!r} ({first_sentence(error)})",
             needs="a device of this machine",
             fix="Try cpu.",
         ) from error
     return device
-
-
-def _configuration(source: str) -> Any:
-    local = Path(source).is_dir()
-    needs = "a configuration that Transformers knows" if local else "a folder here, or a hub id that can be reached"
-    with _explained(source, needs, "Check the name and the connection, or update Transformers."):
-        return AutoConfig.from_pretrained(source)
 
 
 def _weights(source: str, config: Any, dtype: str) -> Any:
@@ -256,7 +247,7 @@ def _stays(found: TextSource, dtype: str) -> bool:
 def _refuse_early(source: str, config: Any) -> Any:
     """The model without weights; raises if moestro cannot serve it."""
     fix = "Use moestro.accelerate(model) on other kinds."
-    with _explained(source, "a causal language model", fix), torch.device("meta"):
+    with explained(OPERATION, source, "a causal language model", fix), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     if not any(adapter_of(module) is not None for module in skeleton.modules()):
         accelerate(skeleton)
@@ -265,26 +256,9 @@ def _refuse_early(source: str, config: Any) -> Any:
 
 def _tokenizer(source: str) -> Any:
     needs, fix = "a tokenizer beside the model", "Save it there: AutoTokenizer.from_pretrained(...).save_pretrained()."
-    with _explained(source, needs, fix):
+    with explained(OPERATION, source, needs, fix):
         tokenizer = AutoTokenizer.from_pretrained(source)
     # Without tokenizer files Transformers makes an empty tokenizer of the architecture's usual class.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise invalid_input(OPERATION, got=f"{source} without a tokenizer", needs=needs, fix=fix)
     return tokenizer
-
-
-@contextmanager
-def _explained(source: str, needs: str, fix: str) -> Iterator[None]:
-    """Turn what Transformers raises for a model it cannot read into one line that names the model."""
-    try:
-        yield
-    except MoestroError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
-        raise invalid_input(OPERATION, got=f"{source} ({_first_sentence(error)})", needs=needs, fix=fix) from error
-
-
-def _first_sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    sentence = text.split(". ")[0].rstrip(".")
-    return sentence if len(sentence) <= 200 else f"{sentence[:200]}..."
