@@ -38,10 +38,18 @@ def test_the_table(model_folder: Path, text: Path) -> None:
     assert lines[0].startswith(f"model: {model_folder} (Qwen3MoeForCausalLM, 2 expert layers, H 16, I 8, E 4)")
     assert lines[1].startswith(f"text: {text}: ")
     assert lines[2] == "baseline: experts in float32, computed in float32; variants computed in float32"
-    header = [cell.strip() for cell in lines[4].split("┃")[1:-1]]
+    upper, lower = ([cell.strip() for cell in line.split("┃")[1:-1]] for line in lines[4:6])
+    header = [f"{a}{'' if a.endswith('/') else ' '}{b}".strip() for a, b in zip(upper, lower, strict=True)]
     assert tuple(header) == COLUMNS
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[:2] for row in rows] == [["baseline", ""], ["int8", "nearest"], ["bfloat16", ""]]
+
+
+def test_a_narrow_terminal_cuts_no_digits(model_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    result = run(model_folder, "--format", "fp8-e4m3-channel", "--text", text)
+    assert "│fp8-e4m3-channel│nearest│" in result.stdout
+    assert "…" not in result.stdout
 
 
 def test_json_picture_and_page(model_folder: Path, text: Path, tmp_path: Path) -> None:

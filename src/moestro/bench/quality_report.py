@@ -219,7 +219,11 @@ def table(report: QualityReport) -> Table:
 
     made = Table(padding=0)
     for name in COLUMNS:
-        made.add_column(name, justify="left" if name in ("format", "scales") else "right", no_wrap=True)
+        made.add_column(
+            name.replace(" ", "\n").replace("/", "/\n"),
+            justify="left" if name in ("format", "scales") else "right",
+            no_wrap=True,
+        )
     for line in cells(report):
         made.add_row(*line, style="bold" if line[0] == "baseline" else None, end_section=line[0] == "baseline")
     return made

@@ -17,7 +17,7 @@ from moestro.errors import invalid_input
 if TYPE_CHECKING:
     from moestro.bench.quality_report import QualityReport
 
-PIPE_WIDTH = 160
+TABLE_WIDTH = 160
 
 
 def quality(
@@ -141,8 +141,7 @@ def _print(found: QualityReport) -> None:
     from moestro.bench.quality_report import headline, reasons, table
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console.width = max(console.width, TABLE_WIDTH)  # a narrow terminal wraps lines; digits are never cut
     for line in headline(found):
         console.print(line, soft_wrap=True)
     console.print(table(found))
