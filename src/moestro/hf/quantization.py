@@ -106,6 +106,8 @@ class MoestroQuantizer(HfQuantizer):
             holder._is_hf_initialized = True
             setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010
         names = NameMap(model, self._checkpoint.names)
+        for path in {stored.path.rpartition(".")[0] for _, stored in self._layers}:
+            _leave_alone(model, names, path)
         self._scaled = find_scaled(model, self._checkpoint, self.source, names)
         if self._complete:
             check_rest(model, self._checkpoint, names, [weight.parameter for weight in self._scaled])
@@ -237,6 +239,13 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
     folder = paths[0].parent
     whole = {path.name for path in folder.glob("*.safetensors")} == {path.name for path in paths}
     return open_checkpoint(folder if whole else paths)
+
+
+def _leave_alone(model: Any, names: NameMap, path: str) -> None:
+    """Keep Transformers from filling in experts by way of the module above them, if that has all other weights."""
+    module = model.get_submodule(path)
+    if path and all(names.keys(f"{path}.{name}") for name, _ in module.named_parameters()):
+        module._is_hf_initialized = True
 
 
 def _verify(checkpoint: Checkpoint) -> None:
