@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moestro
@@ -171,3 +172,54 @@ def test_generating_a_padded_batch_is_generating_each(made):
     both = model.generate(batch, attention_mask=mask, **options)
     assert torch.equal(both[0, 9:], model.generate(short, **options)[0, 5:])
     assert torch.equal(both[1, 9:], model.generate(long, **options)[0, 9:])
+
+
+def per_tensor(data):
+    return torch.rand(()) * 0.01 + 0.001
+
+
+def per_matrix(data):
+    return torch.rand(1, 1) * 0.01 + 0.001
+
+
+def per_channel(data):
+    return torch.rand(data.shape[0], 1) * 0.01 + 0.001
+
+
+def power_of_two(data):
+    sizes = [-(-n // 128) for n in data.shape]
+    return torch.randint(115, 120, sizes, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def half_of_a_float(data):
+    return (torch.rand([-(-n // 128) for n in data.shape]) * 0.01 + 0.001).bfloat16()
+
+
+SCALES = {per_tensor: None, per_matrix: None, per_channel: None, power_of_two: [128, 128], half_of_a_float: [128, 128]}
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=lambda f: f.__name__)
+def test_every_kind_of_fp8_scales(made, scales, tmp_path):
+    torch.manual_seed(0)
+    folder = made.copy("qwen3-30b-a3b-fp8", tmp_path / "model")
+    tensors = read(folder)
+    for name in [n for n in tensors if n.endswith("_scale_inv")]:
+        tensors[name] = scales(tensors[name.removesuffix("_scale_inv")])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = SCALES[scales]
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in [n for n in tensors if n.endswith("_scale_inv")]:
+        key, scale = name.removesuffix("_scale_inv"), tensors.pop(name)
+        whole = blocks_128(tensors[key], scale) if SCALES[scales] else tensors[key].float() * scale.float()
+        tensors[key] = whole
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file({n: t.float() for n, t in tensors.items()}, plain / "model.safetensors", {"format": "pt"})
+    own = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager")
+    model = moestro.load(folder, dtype="float32")
+    assert_close(logits(model), logits(own))
+    model.save_pretrained(tmp_path / "saved")
+    assert bit_equal(logits(moestro.load(tmp_path / "saved", dtype="float32")), logits(model))

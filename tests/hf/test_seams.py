@@ -25,6 +25,12 @@ OWN = {"fp8": FineGrainedFP8HfQuantizer, "mxfp4": Mxfp4HfQuantizer}
 LAYOUT = dict.fromkeys(FP8, "fp8-e4m3-b128, memory-mapped") | {"gpt-oss-20b": "mxfp4, memory-mapped"}
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Also on a machine that has one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def through(folder, implementation="moestro", **options):
     return AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation, **options)
 
