@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moestro.checkpoint.resume import (
     RECORD,
     PartialFolder,
     Record,
+    followed,
     is_complete,
     open_partial,
 )
@@ -127,10 +129,12 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
 
     Raises:
         InvalidInputError: what `plan_outputs` refuses; a destination that is anything else than absent, empty or the
-            result of the same job; too little disk space; a weight that is not finite.
+            result of the same job; too little disk space; a source that is not what its checksums say, if it has any;
+            a weight that is not finite.
         OSError: the disk failed, or is full after all. What was finished is kept.
     """
     start = time.perf_counter()
+    job = replace(job, destination=followed(job.destination))
     outputs = plan_outputs(job.checkpoint, job.experts, job.scheme, job.shard_bytes)
     _check_place(job)
     config = _config(job)
@@ -140,6 +144,7 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
     with open_partial(job.destination, record) as partial:
         resumed = len(partial.finished)
         _check_space(job, outputs, partial)
+        job.checkpoint.verify()
         partial.begin()
         _write_shards(job, outputs, partial, on_progress or (lambda progress: None))
         _write_rest(job, outputs, partial, config)
@@ -161,6 +166,14 @@ def _check_place(job: Job) -> None:
     if job.destination.exists() and not job.destination.is_dir():
         raise invalid_input(
             OPERATION, got=f"destination {job.destination}, a file", needs="a folder", fix="Name another."
+        )
+    working = destination.exists() and os.path.samefile(destination, os.curdir)
+    if working or os.path.ismount(destination):
+        raise invalid_input(
+            OPERATION,
+            got=f"destination {destination}, {'the working folder' if working else 'where a disk is mounted'}",
+            needs="a folder that another can take the place of, once that is complete",
+            fix="Name a folder in it.",
         )
 
 

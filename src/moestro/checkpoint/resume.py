@@ -29,9 +29,15 @@ Record = Mapping[str, Any]
 """Plain values; `shards` maps the name of each shard to its size in bytes."""
 
 
+def followed(folder: Path) -> Path:
+    """A folder by a name that can be given to another one: not by a link to it, "." or ".."."""
+    return folder.resolve() if folder.is_symlink() or folder.name in ("", "..") else folder
+
+
 def partial_folder(folder: Path) -> Path:
     """Where the folder is while it is incomplete."""
-    return folder.with_name(folder.name + PARTIAL)
+    place = followed(folder)
+    return place.with_name(place.name + PARTIAL)
 
 
 def is_complete(folder: Path, record: Record) -> bool:
@@ -59,7 +65,8 @@ def is_complete(folder: Path, record: Record) -> bool:
                 needs=f"the {size} bytes that were written",
                 fix="Delete the folder and run again.",
             )
-    (folder / JOURNAL).unlink(missing_ok=True)
+    if (folder / JOURNAL).exists():  # a disk that may not be written to refuses to remove even what is not there
+        (folder / JOURNAL).unlink()
     return True
 
 
@@ -167,19 +174,22 @@ def open_partial(destination: Path, record: Record) -> Iterator[PartialFolder]:
 
 
 def _finished(path: Path, record: Record) -> dict[str, dict[str, str]]:
-    """Clear away what was cut off, and say which shards are complete."""
-    for cut in path.rglob("*" + PARTIAL):
-        cut.unlink()
+    """Say which shards are complete, and clear away what was cut off; what another wrote is left alone."""
     if not (path / RECORD).exists():
-        if any(path.iterdir()):
+        first = path / (RECORD + PARTIAL)
+        if any(found != first for found in path.iterdir()):
             raise invalid_input(
                 "quantize",
                 got=f"{path}, which exists and is not an unfinished result",
                 needs="that name for the result while it is incomplete",
                 fix="Name another folder, or delete that one.",
             )
+        first.unlink(missing_ok=True)
         return {}
     _check_same(path, record)
+    for cut in path.rglob("*" + PARTIAL):
+        if not cut.is_dir():
+            cut.unlink()
     if not (path / JOURNAL).exists():
         return {}
     found = _read(path / JOURNAL)
