@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+import moestro
+
 hypothesis.settings.register_profile(
     "moestro",
     derandomize=True,
@@ -60,3 +62,10 @@ def restored_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def plain_torch() -> Iterator[None]:
+    """Only the implementation in plain PyTorch runs, whatever else is installed."""
+    with moestro.use(implementation="torch"):
+        yield

@@ -81,7 +81,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         (x,) = _arguments("MoE", arguments, 1, 1)
         x = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
-            return explain(operation.experts, x, operation.route(x))
+            routing = operation.route(x)
+        return explain(operation.experts, x, routing)
     if isinstance(operation, Experts):
         x, routing = _arguments("Experts", arguments, 2, 2)
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
@@ -122,6 +123,8 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
     if all(s.format.is_dense for s in stored):
         return text
+    if chosen is not None and chosen.startswith("cpu-"):
+        return f"{text}, decoded in registers, or for many rows four rows at a time"
     reading = "a whole expert" if chosen == "reference" else "a panel of rows"
     return f"{text}, dequantised {reading} at a time"
 

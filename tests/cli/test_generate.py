@@ -19,12 +19,14 @@ import moestro
 from moestro.cli import app
 from moestro.hf.generate import _observed
 from moestro.ops import _select
+from moestro.ops.native import ISAS
 
 PROMPT = "class Queue:"
 CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+ENGINE = next((f"cpu-{isa.name}" for isa in ISAS if isa.runs_here), "torch")
 FOUR_PARTS = re.compile(r"\[\w[\w. ]*\] got .+; needs .+\. .+\.")
 
 
@@ -59,7 +61,8 @@ def test_text_on_stdout_and_the_rest_on_stderr(model_folder: Path) -> None:
     first, second = result.stderr.splitlines()
     assert re.fullmatch(r"prompt \d+ tokens, [\d.]+ tokens/s; generated 20 tokens, [\d.]+ tokens/s", first)
     assert second == (
-        f"{model_folder}: 2 expert layers served; prompt by torch (grouped), generation by torch (selective); float32"
+        f"{model_folder}: 2 expert layers served; prompt by {ENGINE} (grouped), "
+        f"generation by {ENGINE} (selective); float32"
     )
 
 
@@ -74,8 +77,8 @@ def test_json_says_everything(model_folder: Path) -> None:
     assert found["tokens_per_second"]["prompt"] == pytest.approx(len(tokens) / found["seconds"]["prompt"])
     assert found["tokens_per_second"]["generated"] == pytest.approx(4 / found["seconds"]["generated"])
     assert found["ran"] == {
-        "prompt": [{"implementation": "torch", "strategy": "grouped"}],
-        "generated": [{"implementation": "torch", "strategy": "selective"}],
+        "prompt": [{"implementation": ENGINE, "strategy": "grouped"}],
+        "generated": [{"implementation": ENGINE, "strategy": "selective"}],
     }
     assert found["model"] == str(model_folder)
     assert (found["architecture"], found["expert_layers"]) == ("Qwen3MoeForCausalLM", 2)
@@ -86,7 +89,7 @@ def test_json_says_everything(model_folder: Path) -> None:
 @pytest.mark.parametrize("strategy", ["grouped", "selective", "all_experts"])
 def test_what_ran_is_what_was_asked_for(model_folder: Path, strategy: str) -> None:
     found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "3", "--strategy", strategy)
-    ran = [{"implementation": "torch", "strategy": strategy}]
+    ran = [{"implementation": ENGINE, "strategy": strategy}]
     assert found["ran"] == {"prompt": ran, "generated": ran}
 
 

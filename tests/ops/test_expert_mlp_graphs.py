@@ -15,6 +15,8 @@ from tolerances import assert_close
 
 from . import problems
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 STRATEGIES = ("grouped", "selective", "all_experts", "blockwise-1", "blockwise-4", "blockwise-16")
 
 

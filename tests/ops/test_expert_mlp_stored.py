@@ -25,6 +25,8 @@ from tolerances import assert_close, bit_equal
 from . import problems
 from .stored import PACKED, apart, dequantized, poison, sizes_for
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 STRATEGIES = ("grouped", "selective", "all_experts", "blockwise-4", "auto")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -23,6 +23,8 @@ from tolerances import assert_close, bit_equal
 from . import problems
 from .stored import apart, dequantized, poison, sizes_for
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 
 @pytest.fixture(autouse=True)
 def small_panels(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.ops import _select
-from moestro.ops.expert_mlp import plain, reference, tuning
+from moestro.ops import _select, native
+from moestro.ops.expert_mlp import cpu, plain, reference, tuning
 from moestro.ops.grouping import choose_block_size
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -91,6 +92,11 @@ def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> 
     return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance, bytes_per_weight)
 
 
+def _run_cpu(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    choice, block_size = resolve_strategy(routing, weights, strategy)
+    return cpu.run(isa, x, routing, weights, (choice.strategy, block_size))
+
+
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     resolve_strategy(routing, weights, strategy)
     return reference.expert_mlp(x, routing, weights).to(x.dtype)
@@ -135,6 +141,10 @@ def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
 _select.register(
     "expert_mlp",
     [
+        *(
+            _select.Implementation(f"cpu-{isa.name}", partial(cpu.supports, isa), partial(_run_cpu, isa))
+            for isa in native.ISAS or (native.ABSENT,)
+        ),
         _select.Implementation("torch", _plain_supports, _run_plain),
         _select.Implementation("reference", _plain_supports, _run_reference),
     ],

@@ -1,0 +1,129 @@
+// What the engine is asked to do, and the table of instruction sets that can do it. No torch, no Python.
+#pragma once
+
+#include <cstdint>
+#include <cstddef>
+
+namespace moestro {
+
+enum class Element : int { f32, f16, bf16, e4m3, i8, e2m1, i4, u4 };
+enum class Scale : int { none, f32, f16, bf16, e8m0, e4m3 };
+enum class Kind : int { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh, identity };
+
+constexpr bool is_nibble(Element e) { return e == Element::e2m1 || e == Element::i4 || e == Element::u4; }
+
+// A float32, float16 or bfloat16 tensor of which only the last dimension is known to be contiguous.
+struct FloatArray {
+    const void* data = nullptr;
+    Element dtype = Element::f32;
+    int64_t stride = 0;  // elements between rows
+};
+
+// One expert's rows, or a part of them, as stored.
+struct Matrix {
+    const uint8_t* data = nullptr;
+    const uint8_t* scales = nullptr;
+    const uint8_t* zeros = nullptr;
+    const float* global_scale = nullptr;
+};
+
+// E experts of one projection. Strides are bytes. Either stacked (`base` and `step`), or apart: `table` then holds
+// E * num_blocks matrices of rows / num_blocks rows each, null where an expert is not used.
+struct Projection {
+    Element element = Element::f32;
+    Scale scale = Scale::none;
+    int64_t rows = 0, columns = 0;
+    int64_t group_rows = 1, group_columns = 0;  // weights that share a scale; 0: all
+    int64_t row_stride = 0, scale_row_stride = 0, zero_row_stride = 0;
+    Matrix base;
+    int64_t step[4] = {0, 0, 0, 0};  // from one expert to the next: data, scales, zeros, global scale
+    int64_t num_blocks = 1;
+    const Matrix* table = nullptr;
+
+    int64_t row_bytes() const {
+        switch (element) {
+            case Element::f32: return columns * 4;
+            case Element::f16:
+            case Element::bf16: return columns * 2;
+            case Element::e4m3:
+            case Element::i8: return columns;
+            default: return columns / 2;
+        }
+    }
+    int64_t num_groups() const { return group_columns ? (columns + group_columns - 1) / group_columns : 1; }
+
+    Matrix matrix(int64_t expert, int64_t block) const {
+        if (table) return table[expert * num_blocks + block];
+        Matrix m = base;
+        m.data += expert * step[0];
+        if (m.scales) m.scales += expert * step[1];
+        if (m.zeros) m.zeros += expert * step[2];
+        if (m.global_scale)
+            m.global_scale = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(m.global_scale) + expert * step[3]);
+        return m;
+    }
+};
+
+struct Activation {
+    Kind kind = Kind::silu;
+    bool gated = true, interleaved = false, limited = false;
+    float alpha = 1.0f, limit = 0.0f, up_offset = 0.0f;
+};
+
+// One call: out[t] = sum over slots k of w[t, k] * E_{id[t, k]}(x[t]).
+struct Call {
+    int64_t num_tokens = 0, top_k = 0, num_experts = 0, hidden_size = 0, intermediate_size = 0;
+    FloatArray x;
+    const void* expert_ids = nullptr;  // contiguous [T, K]
+    bool ids_are_64_bit = true;
+    const float* routing_weights = nullptr;  // contiguous [T, K]
+    bool weight_on_input = false;
+    Projection gate_up, down;
+    FloatArray gate_up_bias, down_bias;  // stride: from one expert to the next
+    Activation activation;
+    void* out = nullptr;  // contiguous [T, H]
+    Element out_dtype = Element::f32;
+    bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
+    int64_t token_block = 96;  // token rows that meet a range of weights before the next ones
+    int num_threads = 1;
+};
+
+// Four rows of weights as stored, and what their elements are.
+struct FourRows {
+    Element element = Element::f32;
+    Scale scale = Scale::none;
+    int64_t columns = 0, group_columns = 0;  // group_columns 0: one scale for all columns
+    const uint8_t* data[4];
+    const uint8_t* scales[4];
+    const uint8_t* zeros[4];
+    float global_scale[4];
+    int64_t ahead = 0;  // bytes from a row to one that will be read soon
+};
+
+// What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
+// which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.
+struct Isa {
+    const char* name;
+    const char* needs;  // what a processor must have
+    bool (*runs_here)();
+    int lanes;
+    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns)`.
+    void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
+    // to[i] = factor * from[i] for n elements of a dtype.
+    void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to);
+    // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.
+    void (*activate)(const Activation& activation, int64_t n, float* gate, const float* up);
+    // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
+    void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
+};
+
+constexpr int64_t kMostSlots = 256;  // of a token
+
+// Best first.
+extern const Isa* const kIsas[];
+extern const int kNumIsas;
+
+// Computes `call` with `isa`. Ids must be in -1 .. num_experts - 1, top_k at most kMostSlots.
+void expert_mlp(const Isa& isa, const Call& call);
+
+}  // namespace moestro

@@ -1,0 +1,107 @@
+// Activations, sums over slots and conversions, written once against the vector vocabulary. See kernels.h on sharing.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+
+namespace MOESTRO_ISA {
+
+// Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; relative error about 1e-7. NaN stays NaN.
+MOESTRO_INLINE F exp(F x) {
+    x = at_least(at_most(x, 88.0f), -87.0f);
+    const F n = round(x * set1(1.44269504088896341f));
+    const F r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
+    F p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    return times_power_of_2(fma(p, r * r, r + set1(1.0f)), n);
+}
+MOESTRO_INLINE F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
+
+template <class Function> MOESTRO_INLINE F lanewise(F x, Function function) {
+    alignas(64) float lanes[W];
+    store(lanes, x);
+    for (int l = 0; l < W; ++l) lanes[l] = function(lanes[l]);
+    return load(lanes);
+}
+
+MOESTRO_INLINE F apply(Kind kind, float alpha, F z) {
+    switch (kind) {
+        case Kind::silu: return z * sigmoid(set1(alpha) * z);
+        case Kind::gelu: return lanewise(z, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
+        case Kind::gelu_tanh: {
+            const F inner = set1(0.79788456080286536f) * fma(set1(0.044715f) * z * z, z, z);
+            return z * sigmoid(inner + inner);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
+        }
+        case Kind::relu: return at_least(z, 0.0f);
+        case Kind::relu2: return at_least(z, 0.0f) * at_least(z, 0.0f);
+        case Kind::sigmoid: return sigmoid(z);
+        case Kind::tanh: return lanewise(z, [](float v) { return ::tanhf(v); });
+        default: return z;
+    }
+}
+
+static void activate(const Activation& a, int64_t n, float* gate, const float* up) {
+    for (int64_t i = 0; i < n; i += W) {
+        F g = load(gate + i);
+        if (a.limited) g = at_most(g, a.limit);
+        g = apply(a.kind, a.alpha, g);
+        if (a.gated) {
+            F u = load(up + i);
+            if (a.limited) u = at_least(at_most(u, a.limit), -a.limit);
+            g = g * (u + set1(a.up_offset));
+        }
+        store(gate + i, g);
+    }
+}
+
+template <Element E> static void widen_from(const uint8_t* from, int64_t n, float factor, float* to) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load_element<E>(from + i * bytes_of(E)) * set1(factor));
+    if (i == n) return;
+    alignas(64) float last[W];
+    store(last, load_some<E>(from + i * bytes_of(E), n - i) * set1(factor));
+    for (int64_t l = 0; i + l < n; ++l) to[i + l] = last[l];
+}
+
+static void widen(const void* from, Element dtype, int64_t n, float factor, float* to) {
+    const auto* bytes = static_cast<const uint8_t*>(from);
+    switch (dtype) {
+        case Element::f16: return widen_from<Element::f16>(bytes, n, factor, to);
+        case Element::bf16: return widen_from<Element::bf16>(bytes, n, factor, to);
+        default: return widen_from<Element::f32>(bytes, n, factor, to);
+    }
+}
+
+MOESTRO_INLINE void write(void* out, Element dtype, int64_t i, F value) {
+    switch (dtype) {
+        case Element::f16: return store_f16(static_cast<uint16_t*>(out) + i, value);
+        case Element::bf16: return store_bf16(static_cast<uint16_t*>(out) + i, value);
+        default: return store(static_cast<float*>(out) + i, value);
+    }
+}
+
+static void combine(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype) {
+    for (int64_t i = 0; i < n; i += W) {
+        const int64_t left = n - i < W ? n - i : W;
+        F sum = zero();
+        for (int64_t k = 0; k < num_rows; ++k) {
+            if (!rows[k]) continue;
+            const auto* row = reinterpret_cast<const uint8_t*>(rows[k] + i);
+            sum = fma(set1(weights[k]), left == W ? load_f32(row) : load_some<Element::f32>(row, left), sum);
+        }
+        if (left == W) {
+            write(out, dtype, i, sum);
+            continue;
+        }
+        alignas(64) uint8_t last[W * 4];
+        write(last, dtype, 0, sum);
+        std::memcpy(static_cast<uint8_t*>(out) + i * bytes_of(dtype), last, static_cast<size_t>(left) * bytes_of(dtype));
+    }
+}
+
+}  // namespace MOESTRO_ISA

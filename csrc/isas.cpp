@@ -1,0 +1,17 @@
+#include "engine.h"
+
+namespace moestro {
+
+#if defined(__x86_64__)
+extern const Isa kAvx512, kAvx2;
+#endif
+extern const Isa kPortable;
+
+const Isa* const kIsas[] = {
+#if defined(__x86_64__)
+    &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
+
+}  // namespace moestro

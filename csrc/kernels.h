@@ -1,0 +1,260 @@
+// The loops over columns, written once against the vector vocabulary. Included by one file per instruction set; nothing
+// here may be shared between them, so everything is in that set's namespace and the standard library stays outside.
+#pragma once
+
+#include "engine.h"
+
+namespace MOESTRO_ISA {
+
+using moestro::Activation;
+using moestro::Element;
+using moestro::FourRows;
+using moestro::Kind;
+using moestro::Scale;
+
+#define MOESTRO_INLINE inline __attribute__((always_inline))
+constexpr int kRows = 4;
+constexpr int64_t kBlock = 8 * W;  // columns of a block of nibbles
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+constexpr int bytes_of(Element e) { return e == Element::f32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1; }
+constexpr bool has_scale(Element e) { return e == Element::e4m3 || e == Element::i8; }
+
+template <Element E> MOESTRO_INLINE F load_element(const uint8_t* p) {
+    if constexpr (E == Element::f32) return load_f32(p);
+    if constexpr (E == Element::f16) return load_f16(p);
+    if constexpr (E == Element::bf16) return load_bf16(p);
+    if constexpr (E == Element::e4m3) return load_e4m3(p);
+    if constexpr (E == Element::i8) return load_i8(p);
+}
+
+template <Element E> MOESTRO_INLINE F load_some(const uint8_t* p, int64_t n) {
+    alignas(64) uint8_t padded[W * 4] = {};
+    std::memcpy(padded, p, static_cast<size_t>(n) * bytes_of(E));
+    return load_element<E>(padded);
+}
+
+// A row's scales or zeros as floats, and behind them zeros that a whole vector may read.
+MOESTRO_INLINE F load_scales(Scale type, const uint8_t* p) {
+    switch (type) {
+        case Scale::f32: return load_f32(p);
+        case Scale::f16: return load_f16(p);
+        case Scale::bf16: return load_bf16(p);
+        case Scale::e8m0: return load_e8m0(p);
+        default: return load_e4m3(p);
+    }
+}
+static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor, float* to, int64_t room) {
+    const int size = type == Scale::f32 ? 4 : type == Scale::f16 || type == Scale::bf16 ? 2 : 1;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load_scales(type, from + i * size) * set1(factor));
+    alignas(64) uint8_t padded[W * 4] = {};
+    alignas(64) float last[W] = {};
+    std::memcpy(padded, from + i * size, static_cast<size_t>((n - i) * size));
+    store(last, load_scales(type, padded) * set1(factor));
+    for (int l = 0; i < room; ++i, ++l) to[i] = i < n ? last[l] : 0.0f;
+}
+static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load_u8(from + i));
+    for (; i < room; ++i) to[i] = i < n ? static_cast<float>(from[i]) : 0.0f;
+}
+
+// Calls `step(k, weights of the four rows from column k)` for every vector of columns.
+template <Element E, class Step>
+MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales, bool prefetching, Step step) {
+    constexpr int kBytes = bytes_of(E);
+    constexpr int kPerLine = 64 / (W * kBytes) > 0 ? 64 / (W * kBytes) : 1;
+    const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : columns;
+    const uint8_t *a = rows.data[0], *b = rows.data[1], *c = rows.data[2], *d = rows.data[3];
+    const int64_t ahead = prefetching ? rows.ahead : 0;
+    for (int64_t start = 0, g = 0; start < columns; start += group, ++g) {
+        const int64_t stop = start + group < columns ? start + group : columns;
+        F sa = zero(), sb = sa, sc = sa, sd = sa;
+        if constexpr (has_scale(E)) {
+            sa = set1(scales[0][g]), sb = set1(scales[1][g]), sc = set1(scales[2][g]), sd = set1(scales[3][g]);
+        }
+        const auto scaled = [](F w, F s) {
+            if constexpr (has_scale(E)) return w * s;
+            return w;
+        };
+        int64_t k = start;
+        for (; k + W * kPerLine <= stop; k += W * kPerLine) {
+            if (ahead) {
+                prefetch(a + k * kBytes + ahead), prefetch(b + k * kBytes + ahead);
+                prefetch(c + k * kBytes + ahead), prefetch(d + k * kBytes + ahead);
+            }
+#pragma GCC unroll 8
+            for (int u = 0; u < kPerLine; ++u) {
+                const int64_t at = (k + u * W) * kBytes;
+                step(k + u * W, scaled(load_element<E>(a + at), sa), scaled(load_element<E>(b + at), sb),
+                     scaled(load_element<E>(c + at), sc), scaled(load_element<E>(d + at), sd));
+            }
+        }
+        for (; k < stop; k += W) {
+            const int64_t at = k * kBytes, n = stop - k < W ? stop - k : W;
+            step(k, scaled(load_some<E>(a + at, n), sa), scaled(load_some<E>(b + at, n), sb),
+                 scaled(load_some<E>(c + at, n), sc), scaled(load_some<E>(d + at, n), sd));
+        }
+    }
+}
+
+template <Element E> MOESTRO_INLINE auto values_of() {
+    if constexpr (E == Element::e2m1) return e2m1_values();
+    if constexpr (E == Element::i4) return i4_values();
+    if constexpr (E == Element::u4) return u4_values();
+}
+
+template <Element E, int J, class Values, class Step>
+MOESTRO_INLINE void eight_nibbles(const Values& values, int64_t k, const I* words, const F* scales, const F* zeros, Step step) {
+    if constexpr (J < 8) {
+        const auto weight = [&](int r) {
+            const F value = nibble<J>(values, words[r]);
+            if constexpr (E == Element::u4) return (value - zeros[r]) * scales[r];
+            return value * scales[r];
+        };
+        step(k + J * W, weight(0), weight(1), weight(2), weight(3));
+        eight_nibbles<E, J + 1>(values, k, words, scales, zeros, step);
+    }
+}
+
+// The same for nibbles: eight vectors a block, each of every eighth column.
+template <Element E, class Step>
+MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, bool prefetching, Step step) {
+    const auto values = values_of<E>();
+    const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : round_up(columns, kBlock);
+    const Spread by = spread_of(group);
+    const int64_t ahead = prefetching ? rows.ahead : 0;
+    for (int64_t k = 0; k < columns; k += kBlock) {
+        const int64_t first = k / group;
+        I words[kRows];
+        F s[kRows], z[kRows];
+        if (k + kBlock <= columns) {
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                if (ahead) prefetch(rows.data[r] + k / 2 + ahead);
+                words[r] = load_words(rows.data[r] + k / 2);
+            }
+        } else {
+            alignas(64) uint8_t padded[kRows][kBlock / 2] = {};
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                std::memcpy(padded[r], rows.data[r] + k / 2, static_cast<size_t>(columns - k) / 2);
+                words[r] = load_words(padded[r]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+            s[r] = spread(scales[r] + first, by);
+            if constexpr (E == Element::u4) z[r] = spread(zeros[r] + first, by);
+        }
+        eight_nibbles<E, 0>(values, k, words, s, z, step);
+    }
+}
+
+template <Element E, class Step>
+MOESTRO_INLINE void walk(const FourRows& rows, const float* const* scales, const float* const* zeros, bool prefetching, Step step) {
+    if constexpr (moestro::is_nibble(E)) walk_nibbles<E>(rows, scales, zeros, prefetching, step);
+    else walk_plain<E>(rows, scales, prefetching, step);
+}
+
+// Every sum runs over the columns in their decoded order, whatever M.
+template <Element E, int M>
+static void dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
+    F sum[kRows][M];
+    const float* token[M];
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) {
+        token[t] = x[t];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
+    }
+    walk<E>(rows, scales, zeros, true, [&](int64_t k, F a, F b, F c, F d) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int t = 0; t < M; ++t) {
+            const F v = load(token[t] + k);
+            sum[0][t] = fma(a, v, sum[0][t]);
+            sum[1][t] = fma(b, v, sum[1][t]);
+            sum[2][t] = fma(c, v, sum[2][t]);
+            sum[3][t] = fma(d, v, sum[3][t]);
+        }
+    });
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
+}
+
+using Dots = void (*)(const FourRows&, const float* const*, const float* const*, const float* const*, float*);
+template <Element E, int M> struct Table {
+    static void fill(Dots* table) {
+        table[M] = dots<E, M>;
+        if constexpr (M > 1) Table<E, M - 1>::fill(table);
+    }
+};
+
+template <Element E>
+static void tiles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
+    constexpr int kMost = E == Element::f32 ? kRegisterTokens : kDirectTokens;
+    Dots table[kMost + 1];
+    Table<E, kMost>::fill(table);
+    while (m > 0) {
+        // Near-equal tiles: a last tile of one token would wait for its additions.
+        const int64_t left = (m + kMost - 1) / kMost, n = (m + left - 1) / left;
+        table[n](rows, scales, zeros, x, out);
+        x += n, out += kRows * n, m -= n;
+    }
+}
+
+template <Element E> static void decode(FourRows& rows, const float* const* scales, const float* const* zeros, float* panel) {
+    const int64_t width = round_up(rows.columns, moestro::is_nibble(E) ? kBlock : W), stride = width + W;
+    float* to[kRows] = {panel, panel + stride, panel + 2 * stride, panel + 3 * stride};
+    walk<E>(rows, scales, zeros, true, [&](int64_t k, F a, F b, F c, F d) __attribute__((always_inline)) {
+        store(to[0] + k, a), store(to[1] + k, b), store(to[2] + k, c), store(to[3] + k, d);
+    });
+    rows.element = Element::f32;
+    rows.columns = width;
+    rows.group_columns = 0;
+    rows.ahead = 0;
+    for (int r = 0; r < kRows; ++r) rows.data[r] = reinterpret_cast<const uint8_t*>(to[r]);
+}
+
+template <Element E> static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
+    const float* scales[kRows] = {};
+    const float* zeros[kRows] = {};
+    if constexpr (E == Element::e4m3 || E == Element::i8 || moestro::is_nibble(E)) {
+        const int64_t n = asked.group_columns ? (asked.columns + asked.group_columns - 1) / asked.group_columns : 1;
+        const int64_t room = round_up(n + 1, W) + W;
+        for (int r = 0; r < kRows; ++r, scratch += room) {
+            read_scales(asked.scale, asked.scales[r], n, asked.global_scale[r], scratch, room);
+            scales[r] = scratch;
+        }
+        if constexpr (E == Element::u4) {
+            for (int r = 0; r < kRows; ++r, scratch += room) {
+                read_zeros(asked.zeros[r], n, scratch, room);
+                zeros[r] = scratch;
+            }
+        }
+    }
+    if constexpr (E == Element::f32) {
+        tiles<E>(asked, scales, zeros, x, m, out);
+    } else {
+        if (m <= kDirectTokens) return tiles<E>(asked, scales, zeros, x, m, out);
+        FourRows rows = asked;
+        decode<E>(rows, scales, zeros, scratch);
+        tiles<Element::f32>(rows, scales, zeros, x, m, out);
+    }
+}
+
+static void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+    switch (rows.element) {
+        case Element::f32: return run<Element::f32>(rows, x, m, out, scratch);
+        case Element::f16: return run<Element::f16>(rows, x, m, out, scratch);
+        case Element::bf16: return run<Element::bf16>(rows, x, m, out, scratch);
+        case Element::e4m3: return run<Element::e4m3>(rows, x, m, out, scratch);
+        case Element::i8: return run<Element::i8>(rows, x, m, out, scratch);
+        case Element::e2m1: return run<Element::e2m1>(rows, x, m, out, scratch);
+        case Element::i4: return run<Element::i4>(rows, x, m, out, scratch);
+        case Element::u4: return run<Element::u4>(rows, x, m, out, scratch);
+    }
+}
+
+}  // namespace MOESTRO_ISA

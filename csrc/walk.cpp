@@ -1,0 +1,404 @@
+// How one call is walked: rows grouped by expert, work cut by cost, threads taking it in order.
+//
+// Each expert has two parts, gate_up with the activation, and down. A part is cut into ranges of its weights' rows, and
+// threads take ranges from one list: an expert's gate_up stands in it one expert before its down, so that a thread that
+// comes to a down part hardly ever waits for the gate_up that another one is finishing.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+#include "team.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace moestro {
+namespace {
+
+constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
+constexpr int64_t kChunk = 64;             // intermediate columns between activations
+constexpr int64_t kWorkspaceBytes = 96 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
+constexpr int64_t kKeptBytes = 8 << 20;    // of it that a thread keeps for its next call
+constexpr int64_t kSmallestRange = 64 << 10;   // bytes of weights, or as much arithmetic
+constexpr int64_t kRangesPerThread = 24;
+constexpr int64_t kBytesPerFma = 4;        // arithmetic that takes as long as reading a byte, inverted: a coarse balance
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Uninitialised floats, aligned to a cache line and kept from call to call while they are few.
+class Arena {
+public:
+    ~Arena() { std::free(data_); }
+    float* reserve(int64_t floats) {
+        const int64_t bytes = round_up(floats * 4, 64) + 64;
+        if (bytes > size_) {
+            std::free(data_);
+            size_ = 0;
+            data_ = std::aligned_alloc(64, static_cast<size_t>(bytes));
+            if (!data_) throw std::bad_alloc();
+            size_ = bytes;
+        }
+        return static_cast<float*>(data_);
+    }
+    void trim() {
+        if (size_ <= kKeptBytes) return;
+        std::free(data_);
+        data_ = nullptr;
+        size_ = 0;
+    }
+
+private:
+    void* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// Where column k of a vector lies for the weights that it meets, as kernels.h walks them.
+struct Layout {
+    bool nibbles;
+    int64_t columns, lanes, padded;
+
+    Layout(Element element, int64_t columns, int lanes)
+        : nibbles(is_nibble(element)), columns(columns), lanes(lanes), padded(round_up(columns, nibbles ? 8 * lanes : lanes)) {}
+
+    // Rows are apart by this, off a power of two, so that those of a tile do not share cache sets.
+    int64_t stride() const { return padded + 16; }
+    int64_t position(int64_t k) const {
+        if (!nibbles) return k;
+        const int64_t block = 8 * lanes, in_block = k % block;
+        return k - in_block + in_block % 8 * lanes + in_block / 8;
+    }
+    // row[position(first + i)] = from[i]
+    void place(const float* from, int64_t first, int64_t n, float* row) const {
+        if (!nibbles) {
+            std::memcpy(row + first, from, static_cast<size_t>(n) * sizeof(float));
+            return;
+        }
+        for (int64_t i = 0; i < n; ++i) row[position(first + i)] = from[i];
+    }
+    void clear_padding(float* row) const {
+        for (int64_t k = columns; k < padded; ++k) row[position(k)] = 0.0f;
+    }
+};
+
+struct Range {
+    int32_t expert;  // index among those with rows
+    bool down;
+    int64_t first, last;  // intermediate columns, or rows of down
+};
+
+struct Active {
+    int64_t expert, first_row, num_rows, num_ranges;
+};
+
+class Walk {
+public:
+    Walk(const Isa& isa, const Call& call, int64_t first_token, int64_t num_tokens)
+        : isa_(isa), call_(call), first_token_(first_token), num_tokens_(num_tokens),
+          x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
+          h_layout_(call.down.element, call.intermediate_size, isa.lanes),
+          token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)) {
+        group();
+        cut();
+        lay_out();
+    }
+
+    void run() {
+        const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
+        if (small) {
+            for (int64_t i = 0; i < num_x_rows(); ++i) prepare(i);
+            run_team(call_.num_threads, [&](int, int) { take_ranges(); });
+            for (int64_t t = 0; t < num_tokens_; ++t) combine(t);
+            return;
+        }
+        run_team(call_.num_threads, [&](int thread, int threads) {
+            share(thread, threads, num_x_rows(), [&](int64_t i) { prepare(i); });
+        });
+        run_team(call_.num_threads, [&](int, int) { take_ranges(); });
+        run_team(call_.num_threads, [&](int thread, int threads) {
+            share(thread, threads, num_tokens_, [&](int64_t t) { combine(t); });
+        });
+    }
+
+    static void release() { arena().trim(), scratch().trim(); }
+
+private:
+    static Arena& arena() {
+        static thread_local Arena own;
+        return own;
+    }
+    static Arena& scratch() {
+        static thread_local Arena own;
+        return own;
+    }
+
+    template <class Body> static void share(int thread, int threads, int64_t n, Body body) {
+        for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) body(i);
+    }
+
+    int64_t id_of(int64_t slot) const {
+        const int64_t at = first_token_ * call_.top_k + slot;
+        return call_.ids_are_64_bit ? static_cast<const int64_t*>(call_.expert_ids)[at]
+                                    : static_cast<const int32_t*>(call_.expert_ids)[at];
+    }
+
+    // Rows in the order of experts, those with most rows first; of one expert in the order of slots.
+    void group() {
+        const int64_t slots = num_tokens_ * call_.top_k, experts = call_.num_experts;
+        std::vector<int64_t> next(static_cast<size_t>(experts), 0);
+        for (int64_t s = 0; s < slots; ++s)
+            if (const int64_t e = id_of(s); e >= 0) ++next[e];
+        std::vector<std::vector<bool>> chosen;
+        if (call_.all_experts) {
+            chosen.assign(static_cast<size_t>(experts), std::vector<bool>(static_cast<size_t>(num_tokens_), false));
+            for (int64_t s = 0; s < slots; ++s)
+                if (const int64_t e = id_of(s); e >= 0) chosen[e][s / call_.top_k] = true;
+            for (int64_t e = 0; e < experts; ++e)
+                for (int64_t t = 0; t < num_tokens_; ++t) next[e] += !chosen[e][t];
+        }
+        for (int64_t e = 0; e < experts; ++e)
+            if (next[e]) active_.push_back({e, 0, next[e], 0});
+        std::stable_sort(active_.begin(), active_.end(), [](const Active& a, const Active& b) { return a.num_rows > b.num_rows; });
+        for (auto& a : active_) next[a.expert] = a.first_row = num_rows_, num_rows_ += a.num_rows;
+        token_of_row_.resize(static_cast<size_t>(num_rows_));
+        factor_of_row_.assign(static_cast<size_t>(num_rows_), 1.0f);
+        row_of_slot_.assign(static_cast<size_t>(slots), -1);
+        for (int64_t s = 0; s < slots; ++s) {
+            const int64_t e = id_of(s);
+            if (e < 0) continue;
+            const int64_t row = row_of_slot_[s] = next[e]++;
+            token_of_row_[row] = s / call_.top_k;
+            if (call_.weight_on_input) factor_of_row_[row] = call_.routing_weights[first_token_ * call_.top_k + s];
+        }
+        if (!call_.all_experts) return;
+        for (int64_t e = 0; e < experts; ++e)
+            for (int64_t t = 0; t < num_tokens_; ++t)
+                if (!chosen[e][t]) token_of_row_[next[e]++] = t;
+    }
+
+    int64_t cost(const Projection& p, int64_t rows_of_tokens) const {
+        return std::max(p.row_bytes(), p.columns * rows_of_tokens / kBytesPerFma);
+    }
+
+    void cut() {
+        int64_t total = 0;
+        for (const auto& a : active_) total += cost(call_.gate_up, a.num_rows) * call_.gate_up.rows + cost(call_.down, a.num_rows) * call_.down.rows;
+        const int64_t wanted = std::max(total / (kRangesPerThread * call_.num_threads), kSmallestRange);
+        const int64_t halves = call_.activation.gated ? 2 : 1;
+        const auto add = [&](size_t index, bool down) {
+            Active& a = active_[index];
+            const Projection& p = down ? call_.down : call_.gate_up;
+            const int64_t n = down ? call_.hidden_size : call_.intermediate_size, each = cost(p, a.num_rows) * (down ? 1 : halves);
+            const int64_t pieces = std::clamp<int64_t>((n * each + wanted - 1) / wanted, 1, std::max<int64_t>(n / 16, 1));
+            for (int64_t i = 0; i < pieces; ++i) {
+                // Cut where a block of nibbles ends, so that no two threads write to one line.
+                const int64_t first = i * n / pieces / 16 * 16, last = i + 1 == pieces ? n : (i + 1) * n / pieces / 16 * 16;
+                if (first < last) ranges_.push_back({static_cast<int32_t>(index), down, first, last}), a.num_ranges += !down;
+            }
+        };
+        for (size_t i = 0; i < active_.size(); ++i) {
+            add(i, false);
+            if (i > 0) add(i - 1, true);
+        }
+        if (!active_.empty()) add(active_.size() - 1, true);
+        finished_ = std::make_unique<std::atomic<int64_t>[]>(active_.size());
+        for (size_t i = 0; i < active_.size(); ++i) finished_[i].store(0, std::memory_order_relaxed);
+    }
+
+    bool x_is_ready() const {
+        return !call_.weight_on_input && call_.x.dtype == Element::f32 && !x_layout_.nibbles && x_layout_.padded == call_.hidden_size;
+    }
+    int64_t num_x_rows() const { return call_.weight_on_input ? num_rows_ : x_is_ready() ? 0 : num_tokens_; }
+
+    void lay_out() {
+        const int64_t x_floats = num_x_rows() * x_layout_.stride(), h_floats = num_rows_ * h_layout_.stride();
+        y_stride_ = round_up(call_.hidden_size, 16) + 16;
+        x_ = arena().reserve(x_floats + h_floats + num_rows_ * y_stride_);
+        h_ = x_ + x_floats;
+        y_ = h_ + h_floats;
+        if (h_layout_.padded != h_layout_.columns)
+            for (int64_t r = 0; r < num_rows_; ++r) h_layout_.clear_padding(h_ + r * h_layout_.stride());
+        tokens_.resize(static_cast<size_t>(num_rows_));
+        for (int64_t r = 0; r < num_rows_; ++r) {
+            const int64_t token = token_of_row_[r];
+            tokens_[r] = call_.weight_on_input ? x_ + r * x_layout_.stride()
+                         : x_is_ready()        ? static_cast<const float*>(call_.x.data) + (first_token_ + token) * call_.x.stride
+                                               : x_ + token * x_layout_.stride();
+        }
+    }
+
+    // A token's row, or with weights on the input a (token, slot) pair's, as floats in the order of gate_up's columns.
+    void prepare(int64_t i) {
+        const int64_t token = first_token_ + (call_.weight_on_input ? token_of_row_[i] : i);
+        const float factor = call_.weight_on_input ? factor_of_row_[i] : 1.0f;
+        const int64_t size = call_.x.dtype == Element::f32 ? 4 : 2;
+        const auto* from = static_cast<const uint8_t*>(call_.x.data) + token * call_.x.stride * size;
+        float* to = x_ + i * x_layout_.stride();
+        if (!x_layout_.nibbles) {
+            isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, to);
+        } else {
+            float* row = scratch().reserve(call_.hidden_size);
+            isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, row);
+            x_layout_.place(row, 0, call_.hidden_size, to);
+        }
+        x_layout_.clear_padding(to);
+    }
+
+    void take_ranges() {
+        const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
+        // Four rows decoded, their scales and zeros, the sums of a block of tokens, and both halves before the activation.
+        const int64_t panel = 4 * (widest + 16) + 8 * (widest + 64), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
+        float* room = scratch().reserve(panel + sums + 2 * half);
+        while (true) {
+            const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
+            if (i >= static_cast<int64_t>(ranges_.size())) return;
+            const Range& range = ranges_[i];
+            const Active& active = active_[range.expert];
+            if (range.down) {
+                wait_for(range.expert, active.num_ranges);
+                for (int64_t r = 0; r < active.num_rows; r += token_block_)
+                    down(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
+            } else {
+                for (int64_t r = 0; r < active.num_rows; r += token_block_)
+                    gate_up(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
+                finished_[range.expert].fetch_add(1, std::memory_order_release);
+            }
+        }
+    }
+
+    void wait_for(int32_t expert, int64_t num_ranges) {
+        for (int spins = 0; finished_[expert].load(std::memory_order_acquire) < num_ranges; ++spins) {
+#if defined(__x86_64__)
+            _mm_pause();
+#endif
+            if (spins > 1000) std::this_thread::yield();
+        }
+    }
+
+    // The rows `at` of an expert's projection; `ahead` rows further on are those that come next.
+    FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at, int64_t ahead) const {
+        FourRows found;
+        found.element = p.element;
+        found.scale = p.scale;
+        found.columns = p.columns;
+        found.group_columns = p.group_columns;
+        found.ahead = ahead * p.row_stride;
+        const int64_t block_rows = p.rows / p.num_blocks;
+        for (int i = 0; i < 4; ++i) {
+            const int64_t block = at[i] / block_rows, row = at[i] - block * block_rows;
+            const Matrix m = p.matrix(expert, block);
+            const int64_t group = p.group_rows == 1 ? row : p.group_rows ? row / p.group_rows : 0;
+            found.data[i] = m.data + row * p.row_stride;
+            found.scales[i] = m.scales ? m.scales + group * p.scale_row_stride : nullptr;
+            found.zeros[i] = m.zeros ? m.zeros + group * p.zero_row_stride : nullptr;
+            found.global_scale[i] = m.global_scale ? *m.global_scale : 1.0f;
+        }
+        return found;
+    }
+
+    void add_bias(const FloatArray& bias, int64_t expert, const int64_t* at, int64_t m, float* sums) const {
+        if (!bias.data) return;
+        float values[4];
+        for (int i = 0; i < 4; ++i) {
+            const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
+            const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at[i]) * size;
+            isa_.widen(from, bias.dtype, 1, 1.0f, values + i);
+        }
+        for (int64_t t = 0; t < m; ++t)
+            for (int i = 0; i < 4; ++i) sums[4 * t + i] += values[i];
+    }
+
+    void gate_up(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
+        const Activation& act = call_.activation;
+        const int64_t inner = call_.intermediate_size;
+        float *gate = sums + 4 * kTokenBlock, *up = gate + kTokenBlock * kChunk;
+        const float* const* x = tokens_.data() + active.first_row + first;
+        const int64_t step = act.gated ? 2 : 4;
+        for (int64_t c = range.first; c < range.last; c += kChunk) {
+            const int64_t stop = std::min(c + kChunk, range.last);
+            for (int64_t i = c; i < stop; i += step) {
+                int64_t at[4];
+                for (int64_t j = 0; j < 4; ++j) {
+                    const int64_t column = std::min(i + j % step, stop - 1), is_up = j / step;
+                    at[j] = act.interleaved ? 2 * column + is_up : column + is_up * inner;
+                }
+                isa_.four_rows(rows_of(call_.gate_up, active.expert, at, act.interleaved ? 4 : step), x, m, sums, panel);
+                add_bias(call_.gate_up_bias, active.expert, at, m, sums);
+                const int64_t n = std::min(step, stop - i);
+                for (int64_t t = 0; t < m; ++t)
+                    for (int64_t j = 0; j < n; ++j) {
+                        gate[t * kChunk + i - c + j] = sums[4 * t + j];
+                        if (act.gated) up[t * kChunk + i - c + j] = sums[4 * t + step + j];
+                    }
+            }
+            for (int64_t t = 0; t < m; ++t) {
+                isa_.activate(act, stop - c, gate + t * kChunk, up + t * kChunk);
+                h_layout_.place(gate + t * kChunk, c, stop - c, h_ + (active.first_row + first + t) * h_layout_.stride());
+            }
+        }
+    }
+
+    void down(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
+        const float* h[kTokenBlock];
+        for (int64_t t = 0; t < m; ++t) h[t] = h_ + (active.first_row + first + t) * h_layout_.stride();
+        for (int64_t i = range.first; i < range.last; i += 4) {
+            int64_t at[4];
+            for (int64_t j = 0; j < 4; ++j) at[j] = std::min(i + j, range.last - 1);
+            isa_.four_rows(rows_of(call_.down, active.expert, at, 4), h, m, sums, panel);
+            add_bias(call_.down_bias, active.expert, at, m, sums);
+            const int64_t n = std::min<int64_t>(4, range.last - i);
+            for (int64_t t = 0; t < m; ++t)
+                for (int64_t j = 0; j < n; ++j) y_[(active.first_row + first + t) * y_stride_ + i + j] = sums[4 * t + j];
+        }
+    }
+
+    void combine(int64_t t) {
+        const float* rows[kMostSlots];
+        float weights[kMostSlots];
+        const int64_t size = call_.out_dtype == Element::f32 ? 4 : 2;
+        auto* out = static_cast<uint8_t*>(call_.out) + (first_token_ + t) * call_.hidden_size * size;
+        for (int64_t k = 0; k < call_.top_k; ++k) {
+            const int64_t row = row_of_slot_[t * call_.top_k + k];
+            rows[k] = row < 0 ? nullptr : y_ + row * y_stride_;
+            weights[k] = call_.weight_on_input ? 1.0f : call_.routing_weights[(first_token_ + t) * call_.top_k + k];
+        }
+        isa_.combine(rows, weights, call_.top_k, call_.hidden_size, out, call_.out_dtype);
+    }
+
+    const Isa& isa_;
+    const Call& call_;
+    const int64_t first_token_, num_tokens_;
+    const Layout x_layout_, h_layout_;
+    const int64_t token_block_;
+    int64_t num_rows_ = 0, y_stride_ = 0;
+    std::vector<Active> active_;
+    std::vector<int64_t> token_of_row_, row_of_slot_;
+    std::vector<float> factor_of_row_;
+    std::vector<Range> ranges_;
+    std::vector<const float*> tokens_;
+    std::unique_ptr<std::atomic<int64_t>[]> finished_;
+    std::atomic<int64_t> next_{0};
+    float *x_ = nullptr, *h_ = nullptr, *y_ = nullptr;
+};
+
+}  // namespace
+
+void expert_mlp(const Isa& isa, const Call& call) {
+    const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
+    const int64_t per_token = 4 * (rows * (call.intermediate_size + 2 * call.hidden_size + 256) + call.hidden_size + 128);
+    const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
+    for (int64_t t = 0; t < call.num_tokens; t += most) {
+        Walk walk(isa, call, t, std::min(most, call.num_tokens - t));
+        walk.run();
+    }
+    Walk::release();
+}
+
+}  // namespace moestro
