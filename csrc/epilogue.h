@@ -7,9 +7,10 @@
 
 namespace MOESTRO_ISA {
 
-// Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; relative error about 1e-7. NaN stays NaN.
+// Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; relative error about 1e-7. NaN stays NaN;
+// from 88.4 on infinity, so that the sigmoid of -infinity is 0.
 MOESTRO_INLINE F exp(F x) {
-    x = at_least(at_most(x, 88.0f), -87.0f);
+    x = at_least(at_most(x, 89.0f), -87.0f);  // 89: infinity
     const F n = round(x * set1(1.44269504088896341f));
     const F r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
     F p = set1(1.9875691500e-4f);

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moestro import formats
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
@@ -22,6 +23,7 @@ _SCALES = {
 }  # fmt: skip
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5, "tanh": 6, "identity": 7}
+_ORDINARY = (Tensor, torch.nn.Parameter)
 _NONE = (0, 0, 0)
 _MOST_SLOTS = 256
 TOKEN_BLOCK = 96
@@ -34,29 +36,31 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 
 def _no_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    tensors = (x, routing.expert_ids, routing.routing_weights, weights.gate_up_bias, weights.down_bias)
-    present = [t for t in tensors if t is not None]
     if x.device.type != "cpu":
         return f"it computes on the CPU, and x is on {x.device.type}"
-    if any(
-        type(t) not in (Tensor, torch.nn.Parameter) for t in present
-    ) or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return "it reads memory, which a traced or transformed tensor, or one of a subclass, may not have"
-    for t in present:
-        if t.is_floating_point() and t.dtype not in _FLOATS:
+    if _is_watched():
+        return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
+    values = [x, routing.routing_weights]
+    values += [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
+    stored = (*weights.gate_up.tensors, *weights.down.tensors)
+    if any(type(t) not in _ORDINARY or t.is_neg() for t in (*values, *stored, routing.expert_ids)):
+        return "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
+    for t in values:
+        if t.dtype not in _FLOATS:
             return f"it computes in float32, and a tensor is of {t.dtype}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*present, *_examples(weights))):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *stored)):
         return "it computes no gradients, and a tensor requires one"
+    if forward_ad._current_level >= 0:
+        return "it computes no gradients, and forward-mode differentiation is on"
     return None
 
 
-def _examples(weights: ExpertWeights) -> tuple[Tensor, ...]:
-    """The tensors of a stack; of experts apart those of the first, since all are stored alike."""
-    found: list[Tensor] = []
-    for stored in (weights.gate_up, weights.down):
-        parts = (stored,) if isinstance(stored, PackedTensor) else stored.matrices[0]
-        found += [t for part in parts for t in part.tensors]
-    return tuple(found)
+def _is_watched() -> bool:
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _no_layer(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
@@ -75,18 +79,21 @@ def _no_weights(name: str, stored: StoredExperts) -> str | None:
     form = stored.format
     if form.element not in _ELEMENTS or formats.FORMATS.get(form.name) != form:
         return f"it does not read {form.name}, in which {name} is stored"
-    parts = stored.matrices[0] if isinstance(stored, SplitTensor) else (stored,)
-    if len({part.shape for part in parts}) > 1:
-        return f"the matrices of {name} differ in height"
-    for matrix in (stored,) if isinstance(stored, PackedTensor) else (m for e in stored.matrices for m in e):
-        if any(
-            t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1
-            for t in (matrix.data, matrix.scales, matrix.zeros)
-            if t is not None
-        ):
+    if isinstance(stored, SplitTensor):
+        return _no_matrices(name, stored)
+    for t in (stored.data, stored.scales, stored.zeros):
+        if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:
             return f"it reads rows, and {name} is not contiguous along what a product sums over"
-        if isinstance(stored, SplitTensor) and not all(t.is_contiguous() for t in matrix.tensors):
-            return f"it reads experts apart as contiguous matrices, and one of {name} is not"
+    return None
+
+
+def _no_matrices(name: str, stored: SplitTensor) -> str | None:
+    if len({part.data.shape[0] for part in stored.matrices[0]}) > 1:
+        return f"the matrices of {name} differ in height"
+    if not all(t.is_contiguous() for t in stored.tensors):
+        return f"it reads experts apart as contiguous matrices, and one of {name} is not"
+    if len({m.scales.dtype for parts in stored.matrices for m in parts if m.scales is not None}) > 1:
+        return f"the scales of {name} are of several dtypes"
     return None
 
 
@@ -96,10 +103,10 @@ def run(
     """`expert_mlp` for arguments that `supports` has passed."""
     engine = native.module
     assert engine is not None
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    x = _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+    biases = _rows(weights.gate_up_bias), _rows(weights.down_bias)
     name, block = strategy
     all_experts = name == "all_experts"
     apart = isinstance(weights.gate_up, SplitTensor) or isinstance(weights.down, SplitTensor)
@@ -113,7 +120,7 @@ def run(
         (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),
         _described(weights.gate_up, used),
         _described(weights.down, used),
-        (_bias(weights.gate_up_bias), _bias(weights.down_bias)),
+        (_bias(biases[0]), _bias(biases[1])),
         _activation(weights.activation),
         (out.data_ptr(), _FLOATS[x.dtype]),
     )
@@ -123,6 +130,15 @@ def run(
 def _activation(a: Activation) -> tuple[int, bool, bool, bool, float, float, float]:
     limit = 0.0 if a.limit is None else a.limit
     return _KINDS[a.kind], a.gated, a.interleaved, a.limit is not None, a.alpha, limit, a.up_offset
+
+
+@overload
+def _rows(t: Tensor) -> Tensor: ...
+@overload
+def _rows(t: None) -> None: ...
+def _rows(t: Tensor | None) -> Tensor | None:
+    """The tensor, copied only if its last dimension is not contiguous; rows may be apart."""
+    return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
 def _bias(bias: Tensor | None) -> tuple[int, int, int]:
