@@ -153,17 +153,22 @@ def cut(name):
 
 EXPERT = "model.layers.{}.mlp.experts.1.up_proj.weight"
 CHANGED = [
-    ("mixtral-8x7b", drop(HALF), "7 tensors such as this for the 8 experts", "w1.weight"),
-    ("mixtral-8x7b", cast(HALF, torch.float32), "torch.bfloat16 and torch.float32", ".w1.weight"),
-    ("mixtral-8x7b", cast(HALF, torch.int8), "torch.int8", ".w1.weight"),
-    ("mixtral-8x7b", cut(HALF), "shapes that do not fit", ".w1.weight"),
+    ("mixtral-8x7b", drop(HALF), "7 such tensors for the 8 experts", f"{HALF} missing from"),
+    ("mixtral-8x7b", cast(HALF, torch.float32), "a tensor of torch.float32; needs torch.bfloat16", f"got {HALF} in"),
+    ("mixtral-8x7b", cast(HALF, torch.int8), "torch.int8", f"got {HALF} in"),
+    ("mixtral-8x7b", cut(HALF), "of shape", f"got {HALF} in"),
     ("mixtral-8x7b", drop("model.norm.weight"), "without a tensor for", "model.norm.weight"),
     ("mixtral-8x7b", cut("model.norm.weight"), "a tensor of shape", "model.norm.weight"),
     ("mixtral-8x7b", cast("model.norm.weight", torch.int32), "torch.int32", "model.norm.weight"),
     ("mixtral-8x7b", drop("model.layers.0.block_sparse_moe.gate.weight"), "without a tensor for", "gate.weight"),
     ("deepseek-v3", drop(EXPERT.format(1) + "_scale_inv"), "the other their scales", EXPERT.format(1)),
-    ("deepseek-v3", cut(EXPERT.format(1) + "_scale_inv"), "shapes that do not fit", ".weight"),
-    ("deepseek-v3", cast(EXPERT.format(1) + "_scale_inv", torch.float16), "shapes that do not fit", ".weight"),
+    ("deepseek-v3", cut(EXPERT.format(1) + "_scale_inv"), "of shape", f"got {EXPERT.format(1)}_scale_inv in"),
+    (
+        "deepseek-v3",
+        cast(EXPERT.format(1) + "_scale_inv", torch.float16),
+        "torch.float16",
+        f"{EXPERT.format(1)}_scale_inv in",
+    ),
     ("deepseek-v3", drop("model.layers.0.self_attn.o_proj.weight_scale_inv"), "scales", "o_proj.weight"),
     ("gpt-oss-20b", drop("model.layers.1.mlp.experts.down_proj_scales"), "scales", "down_proj_blocks"),
     ("gpt-oss-20b", cut("model.layers.1.mlp.experts.down_proj_scales"), "do not fit", "down_proj_blocks"),
@@ -220,7 +225,7 @@ def test_a_configuration_that_cannot_be_read(mixtral, text, words):
 
 def test_sizes_that_the_files_do_not_have(mixtral):
     edit_json(mixtral / "config.json", lambda config: config.update(num_local_experts=16))
-    refused(mixtral, "8 tensors such as this for the 16 experts", FILE)
+    refused(mixtral, "experts.8.w1.weight missing", "8 such tensors for the 16 experts", FILE)
     edit_json(mixtral / "config.json", lambda config: config.update(num_local_experts=8, hidden_size=128))
     refused(mixtral, "shape", str(mixtral))
 
@@ -236,6 +241,38 @@ def test_quantisations_of_others(mixtral, method):
 def test_a_quantisation_without_a_name(mixtral):
     edit_json(mixtral / "config.json", lambda config: config.update(quantization_config={"bits": 4}))
     refused(mixtral, "an unnamed method", kind=UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"quantization_config": 5}, "config.json"),
+        ({"quantization_config": ["fp8"]}, "config.json"),
+        ({"quantization_config": {"quant_method": "moestro", "format": "int8", "overrides": ["x"]}}, "['x']"),
+        ({"quantization_config": {"quant_method": "moestro", "rest": "fp8"}}, "'fp8'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
+        ({"hidden_size": -4}, "config.json"),
+    ],
+    ids=str,
+)
+def test_configurations_that_make_no_sense(mixtral, changed, words):
+    edit_json(mixtral / "config.json", lambda config: config.update(changed))
+    if "hidden_size" not in changed:
+        refused(mixtral, words)
+    with pytest.raises(InvalidInputError) as caught:
+        read_sources(mixtral)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names", [None, [], 5, "MixtralForCausalLM", [5], ["MixtralConfig"], ["OlmoeForCausalLM"]], ids=str
+)
+def test_a_configuration_that_names_no_class_of_its_own(mixtral, monkeypatch, names):
+    """The class for text generation is taken, by both ways of reading."""
+    monkeypatch.undo()
+    edit_json(mixtral / "config.json", lambda config: config.update(architectures=names))
+    assert type(moestro.load(mixtral)).__name__ == "MixtralForCausalLM"
+    assert len(read_sources(mixtral)[2]) == 4
 
 
 def test_a_format_of_moestro_that_nobody_knows(made, tmp_path, monkeypatch):
@@ -269,10 +306,14 @@ def test_families_whose_experts_cannot_be_stored(architecture, tmp_path):
         ({"format": "int4-g128"}, "multiple of 128"),
         ({"format": "nvfp5"}, "nvfp4"),
         ({"format": "int8", "search": "best"}, "nearest, mse"),
+        ({"dtype": "mxfp4"}, "dtype='mxfp4'"),
+        ({"dtype": torch.float8_e4m3fn}, "float32, bfloat16"),
+        ({"dtype": torch.int8}, "float32, bfloat16"),
+        ({"device": "nowhere"}, "a device of this machine"),
     ],
     ids=str,
 )
-def test_formats_that_do_not_go(made, options, words):
+def test_options_that_do_not_go(made, options, words):
     refused(made.folder("olmoe"), words, **options)
 
 

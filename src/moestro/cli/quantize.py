@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from moestro.cli.refusal import refusals
-from moestro.errors import MoestroError, invalid_input
+from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from moestro.checkpoint import Checkpoint, ExpertSource
@@ -104,23 +104,11 @@ def _read(source: Path) -> tuple[Checkpoint, list[ExpertSource]]:
             needs="a model's folder",
             fix="A model on the hub is downloaded by `hf download NAME --local-dir FOLDER`.",
         )
-    from huggingface_hub.errors import StrictDataclassError
-
     from moestro.hf.sources import read_sources
     from moestro.hf.text_model import quiet_transformers
 
-    try:
-        with quiet_transformers():
-            _, checkpoint, experts = read_sources(source)
-    except MoestroError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
-        raise invalid_input(
-            "quantize",
-            got=f"source {source} ({str(error).partition('. ')[0]})",
-            needs="an architecture that Transformers knows",
-            fix="Check config.json, or update Transformers.",
-        ) from error
+    with quiet_transformers():
+        _, checkpoint, experts = read_sources(source)
     return checkpoint, experts
 
 

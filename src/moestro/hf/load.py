@@ -10,9 +10,12 @@ from transformers import PreTrainedModel
 
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import invalid_input
-from moestro.hf.places import find_model, read_config
+from moestro.hf.places import explained, find_device, find_model, fitting, read_config
 from moestro.hf.quantization import METHOD, MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
+
+OPERATION = "load"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load(
@@ -41,28 +44,45 @@ def load(
 
     Raises:
         InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or search, or a
-            format that cannot store the experts' shapes; weights that are no safetensors files.
+            format that cannot store the experts' shapes; a dtype that no weights can have, or a device that is not
+            there; weights that are no safetensors files; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
     """
-    source = find_model(path_or_id, "load")
+    place = None if device is None else find_device(device, OPERATION)
+    _check_dtype(dtype)
+    source = find_model(path_or_id, OPERATION)
     if Path(source).is_dir():
         open_checkpoint(Path(source))  # damage is found here, before Transformers looks at the files
-    config = read_config(source, "load")
+    config = read_config(source, OPERATION)
     quantization = take_quantization(config)
     own = MoestroConfig(**{"format": format, "search": search, **_kept(format, quantization)})
     own.source, own.complete = quantization, True
-    model, report = model_class(config).from_pretrained(
-        source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
-    )
+    readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
+    with readable, fitting(OPERATION, source):
+        model, report = model_class(config).from_pretrained(
+            source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
+        )
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if missing:
         raise invalid_input(
-            "load",
+            OPERATION,
             got=f"{path_or_id} without {len(missing)} weights of the model, or with them in other shapes: {missing[0]}",
             needs="every weight of the architecture",
             fix="Download or save the checkpoint again.",
         )
-    return model if device is None else model.to(device)
+    with fitting(OPERATION, source):
+        return model if place is None else model.to(place)
+
+
+def _check_dtype(dtype: torch.dtype | str | None) -> None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in (None, "auto") and found not in DTYPES:
+        raise invalid_input(
+            OPERATION,
+            got=f"dtype={dtype!r}",
+            needs=f"one of {', '.join(str(known).removeprefix('torch.') for known in DTYPES)}, or None",
+            fix="It is that of weights outside the experts; the experts' is named by format.",
+        )
 
 
 def _kept(format: str | None, quantization: dict[str, Any] | None) -> dict[str, Any]:

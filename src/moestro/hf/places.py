@@ -1,4 +1,4 @@
-"""Where a model is that somebody named: a folder here, or an id of the hub."""
+"""Where a model is that somebody named, a folder here or an id of the hub, and where it is to go."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig
@@ -19,6 +20,8 @@ _OF_OTHERS = (
     ValueError,
     KeyError,
     TypeError,
+    AttributeError,
+    AssertionError,
     RuntimeError,
     ImportError,
     SafetensorError,
@@ -69,6 +72,46 @@ def read_config(source: str | Path, operation: str) -> Any:
     fix = "Check config.json, or update Transformers." if local else "Check the name and the connection."
     with explained(operation, source, needs, fix):
         return AutoConfig.from_pretrained(source)
+
+
+def find_device(name: torch.device | str, operation: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        InvalidInputError: this machine has none.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise invalid_input(
+            operation,
+            got=f"device {str(name)!r} ({first_sentence(error)})",
+            needs="a device of this machine",
+            fix="Try cpu.",
+        ) from error
+    return device
+
+
+@contextmanager
+def fitting(operation: str, source: str | Path) -> Iterator[None]:
+    """Say that memory ran out, if that is what happened."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise invalid_input(
+            operation,
+            got=f"{source}, for which the memory does not suffice",
+            needs="memory for all of its weights",
+            fix="Choose a 16-bit dtype or a smaller model.",
+        ) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is what torch or Python raise for memory that is not there."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from moestro.formats import FORMATS, check_shape, find_format
 from moestro.hf.accelerate import find, stored_in
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
 from moestro.hf.load import load
-from moestro.hf.places import explained
+from moestro.hf.places import find_device
 from moestro.hf.quantization import SEARCHES
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
-from moestro.hf.text_model import DTYPES, TextSource, _device, _fitting, find_text_model
+from moestro.hf.text_model import DTYPES, TextSource, find_text_model
 
 CONTEXT = 1024
 """The most tokens of a window, for models that were made for more: two windows' logits are in memory."""
@@ -141,7 +141,7 @@ def measure(
         UnsupportedError: a dense model, or one whose experts cannot be stored another way.
     """
     options = Options() if options is None else options
-    _device(options.device)
+    find_device(options.device, OPERATION)
     source = find_text_model(model)
     limit = DEFAULT_TOKENS if options.tokens is None else options.tokens or None
     corpus = read_corpus(source.tokenizer, min(source.context or CONTEXT, CONTEXT), options.text, limit)
@@ -209,10 +209,7 @@ def _measure(
 def _load(source: TextSource, options: Options, variant: Variant | None, dtype: str = "float32") -> Any:
     """The model with its experts as the variant says, or as the checkpoint has them."""
     name, search = (None, None) if variant is None else (variant.format, variant.search)
-    needs, fix = "readable weights in safetensors form", "Download or save the model again."
-    readable = explained("load", source.path, needs, fix)
-    with readable, _fitting(source.path):
-        return load(source.path, name, dtype, options.device, search or "nearest")
+    return load(source.path, name, dtype, options.device, search or "nearest")
 
 
 def _stores(model: Any) -> list[ExpertStore]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
 
 from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
 from moestro.errors import MoestroError, invalid_input, unsupported
@@ -21,7 +23,7 @@ from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.accelerate import Found, find
 from moestro.hf.names import NameMap
-from moestro.hf.places import read_config
+from moestro.hf.places import explained, read_config
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.store import SUFFIXES, Part, Recipe, Stored
 
@@ -56,9 +58,11 @@ class Quantization:
 
         Raises:
             UnsupportedError: a method whose experts moestro cannot read as they are.
+            InvalidInputError: it is not of the form that Transformers and moestro write.
         """
         if config is None:
             return cls()
+        _check_form(config)
         method = str(getattr(config.get("quant_method"), "value", config.get("quant_method", "")))
         if method == "moestro":
             rest = cls.of(config.get("rest"))
@@ -82,6 +86,19 @@ class Quantization:
         return found
 
 
+def _check_form(config: Any) -> None:
+    """Raise unless a `quantization_config` has the form that its readers rely on."""
+    size = config.get("weight_block_size") if isinstance(config, Mapping) else None
+    sizes = size is None or (isinstance(size, list | tuple) and [type(n) for n in size] == [int, int])
+    if not isinstance(config, Mapping) or not sizes or not isinstance(config.get("overrides") or {}, Mapping):
+        raise invalid_input(
+            OPERATION,
+            got=f"quantization_config {config!r}",
+            needs="a JSON object, its weight_block_size two whole numbers and its overrides formats by pattern",
+            fix="Check config.json, or download it again.",
+        )
+
+
 def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource]]:
     """A checkpoint's configuration, its tensors, and its experts as stored; no weight is read.
 
@@ -91,8 +108,9 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     config = read_config(folder, OPERATION)
     quantization = take_quantization(config)
     checkpoint = open_checkpoint(Path(folder))
-    with torch.device("meta"):
-        model = model_class(config)._from_config(config)
+    fix = "Check config.json, or update Transformers."
+    with explained(OPERATION, folder, "a configuration that a model can be made of", fix), torch.device("meta"):
+        model = _empty(config)
     sources = []
     for _, stored in find_stored(model, checkpoint, Quantization.of(quantization)):
         for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
@@ -106,21 +124,32 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
 
     Raises:
         UnsupportedError: it is of a method that moestro cannot read.
+        InvalidInputError: it is not of the form that Transformers and moestro write.
     """
     found: dict[str, Any] | None = None
     for part in (config, config.get_text_config()):
         given = getattr(part, "quantization_config", None)
         if given is not None:
-            found = dict(given) if isinstance(given, dict) else dict(given.to_dict())
+            found = given.to_dict() if hasattr(given, "to_dict") else given
             del part.quantization_config
     Quantization.of(found)
-    return found
+    return None if found is None else dict(found)
 
 
 def model_class(config: Any) -> Any:
     """The class that the checkpoint was saved from, or the one for text generation."""
-    names = config.architectures or ()
-    return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), AutoModelForCausalLM)
+    names = config.architectures if isinstance(config.architectures, list | tuple) else ()
+    for found in (getattr(transformers, name, None) for name in names if isinstance(name, str)):
+        known = getattr(found, "config_class", None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and known and isinstance(config, known):
+            return found
+    return AutoModelForCausalLM
+
+
+def _empty(config: Any) -> Any:
+    """A model of its class, on the device that is the default."""
+    found = model_class(config)
+    return found.from_config(config) if found is AutoModelForCausalLM else found._from_config(config)
 
 
 def find_stored(model: Any, checkpoint: Checkpoint, quantization: Quantization) -> list[tuple[Found, Stored]]:
@@ -310,13 +339,10 @@ class _Reader:
         return Recipe(plain, shape, weight_format, (Part(*keys),))
 
     def _published(self, path: str, projection: Projection, shape: tuple[int, int, int]) -> Recipe:
-        target = projection.target(path)
         parts = [part for name in projection.parameters for part in self._parts(f"{path}.{name}", shape[0])]
-        dtypes = {self.checkpoint.entry(key).dtype for part in parts for key in part}
-        if len(dtypes) != 1:
-            got = f"{target} stored as {' and '.join(sorted(map(str, dtypes)))}"
-            raise self._error(parts[0][0], got, "one dtype for all experts")
-        (dtype,) = dtypes
+        keys = [key for part in parts for key in part]
+        self._check_alike(keys, whole=False)
+        dtype = self.checkpoint.entry(keys[0]).dtype
         apart = not projection.flat and len(self.checkpoint.entry(parts[0][0]).shape) == 2
         if dtype in _DENSE:
             return Recipe(projection, shape, _DENSE[dtype], tuple(Part(part) for part in parts), apart)
@@ -334,8 +360,10 @@ class _Reader:
             raise self.missing(parameter)
         for part in named.parts:
             if len(part) not in (1, num_experts):
-                got = f"{len(part)} tensors such as this for the {num_experts} experts of {parameter}"
-                raise self._error(part[0], got, "one an expert")
+                first = f"{part[0]} in {self.checkpoint.entry(part[0]).file.name}"
+                got = f"{len(part)} such tensors for the {num_experts} experts of {parameter}, {first} among them"
+                keys = _of_experts(part, num_experts)
+                raise self._error(min(keys ^ set(part), key=dot_natural_key, default=part[0]), got, "one an expert")
             yield part
 
     def _scale(self, key: str) -> str:
@@ -358,6 +386,9 @@ class _Reader:
 
     def _fit(self, recipe: Recipe, target: str) -> None:
         """Raise unless the tensors make up the shape that the model's parameters say; only their headers are read."""
+        for part in recipe.parts:
+            for keys in filter(None, (part.data, part.scales, part.zeros, part.global_scales)):
+                self._check_alike(keys)
         empty = {}
         for key in recipe.names:
             entry = self.checkpoint.entry(key)
@@ -373,6 +404,28 @@ class _Reader:
             needs = f"{list(recipe.shape)}, as the model's configuration says"
             raise self._error(key, f"{target} of shape {list(shape)}", needs)
 
+    def _check_alike(self, keys: Sequence[str], whole: bool = True) -> None:
+        """Raise for a tensor whose dtype, or dtype and shape where `whole`, is not that of most of the others."""
+        found = {}
+        for key in keys:
+            entry = self.checkpoint.entry(key)
+            found[key] = f"{entry.dtype} of shape {list(entry.shape)}" if whole else str(entry.dtype)
+        usual = Counter(found.values()).most_common(1)[0][0]
+        first = next(key for key, value in found.items() if value == usual)
+        for key, value in found.items():
+            if value != usual:
+                raise self._error(key, f"a tensor of {value}", f"{usual}, as {first} has it")
+
     def _error(self, key: str, got: str, needs: str) -> MoestroError:
-        where = self.checkpoint.entry(key).file if key in self._known else self._folder
-        return invalid_input(OPERATION, got=f"{key} in {where}: {got}", needs=needs, fix=_AS_SAVED)
+        where = f"in {self.checkpoint.entry(key).file}" if key in self._known else f"missing from {self._folder}"
+        return invalid_input(OPERATION, got=f"{key} {where}: {got}", needs=needs, fix=_AS_SAVED)
+
+
+def _of_experts(keys: Sequence[str], num_experts: int) -> set[str]:
+    """The names of one tensor an expert, by the number in which those that are there differ."""
+    best: set[str] = set()
+    for number in re.finditer(r"(?<=\.)\d+(?=\.)", keys[0]):
+        before, after = keys[0][: number.start()], keys[0][number.end() :]
+        names = {f"{before}{e}{after}" for e in range(num_experts)}
+        best = max(best, names, key=lambda found: len(found & set(keys)))
+    return best

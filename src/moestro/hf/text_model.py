@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
 from moestro.hf.load import load
-from moestro.hf.places import explained, find_model, first_sentence, read_config
+from moestro.hf.places import explained, find_device, find_model, fitting, out_of_memory, read_config
 from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -142,7 +142,7 @@ def load_text_model(
         UnsupportedError: a dense model, or one with expert layers that cannot be served.
     """
     parse_strategy(strategy, OPERATION)
-    target = _device(device)
+    target = find_device(device, OPERATION)
     if dtype not in DTYPES:
         raise invalid_input(OPERATION, got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
     found = find_text_model(model)
@@ -150,11 +150,11 @@ def load_text_model(
     if check is not None:
         check(found.name, found.tokenizer, found.context)
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
-    with readable, _fitting(source):
+    with readable, fitting(OPERATION, source):
         stays = format is not None or _stays(found, dtype)
         loaded = load(source, format, dtype) if stays else _weights(source, found.config, dtype)
     accelerate(loaded, strategy)
-    with _fitting(source):
+    with fitting(OPERATION, source):
         loaded = loaded.to(target).eval()
     return TextModel(found.name, loaded, found.tokenizer, tuple(served(loaded)))
 
@@ -177,20 +177,6 @@ def quiet_transformers(progress: bool = False) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise invalid_input(
-            OPERATION,
-            got=f"device {name!r} ({first_sentence(error)})",
-            needs="a device of this machine",
-            fix="Try cpu.",
-        ) from error
-    return device
-
-
 def _weights(source: str, config: Any, dtype: str) -> Any:
     """The model; Transformers itself would fill weights that the files lack with random numbers."""
     try:
@@ -198,33 +184,13 @@ def _weights(source: str, config: Any, dtype: str) -> Any:
             source, config=config, dtype=dtype, output_loading_info=True
         )
     except RuntimeError as error:
-        if _out_of_memory(error):
+        if out_of_memory(error):
             raise
         raise _unfit(source, "weights that are missing or of other shapes than its configuration says") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise _unfit(source, f"{len(missing)} weights missing, such as {missing[0]}")
     return model
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-@contextmanager
-def _fitting(source: str) -> Iterator[None]:
-    """Say that memory ran out, if that is what happened."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
-            raise
-        raise invalid_input(
-            OPERATION,
-            got=f"{source}, for which the memory does not suffice",
-            needs="memory for all of its weights",
-            fix="Choose a 16-bit dtype or a smaller model.",
-        ) from error
 
 
 def _unfit(source: str, problem: str) -> MoestroError:
