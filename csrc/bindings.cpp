@@ -18,6 +18,9 @@ using namespace moestro;
 
 namespace {
 
+constexpr int64_t kMostExperts = 1 << 20;
+constexpr int kMostThreads = 1 << 16;
+
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 void need(bool condition, const char* why) {
     if (!condition) refuse(why);
@@ -51,7 +54,7 @@ struct Stored {
         need(p.rows >= 0 && p.columns >= 0 && p.rows < (int64_t{1} << 40) && p.columns < (int64_t{1} << 31), "sizes out of range");
         need(!is_nibble(p.element) || p.columns % 8 == 0, "columns that do not fill words of eight nibbles");
         need(p.group_rows >= 0 && p.group_columns >= 0, "negative groups");
-        need(!is_nibble(p.element) || p.group_columns == 0 || p.group_columns % 8 == 0, "groups that do not fill words of eight nibbles");
+        need(!is_nibble(p.element) || p.group_columns == 0 || p.group_columns % 16 == 0, "groups of fewer than 16 columns");
         need(!is_nibble(p.element) || (p.group_columns & (p.group_columns - 1)) == 0, "groups of nibbles that are no power of two");
         need(is_nibble(p.element) || p.group_columns % 16 == 0, "groups that do not fill vectors");
         const bool scaled = p.element > Element::bf16;
@@ -62,8 +65,9 @@ struct Stored {
 
     void check(const Matrix& m) const {
         const Projection& p = projection;
-        if (p.rows == 0 || p.columns == 0) return;
-        need(m.data != nullptr, "no data");
+        if (p.rows == 0) return;
+        need(p.columns == 0 || m.data != nullptr, "no data");
+        if (p.num_groups() == 0) return;
         need(p.scale == Scale::none || m.scales != nullptr, "no scales");
         need(p.element != Element::u4 || m.zeros != nullptr, "no zeros");
     }
@@ -86,18 +90,19 @@ Stored* stacked(std::tuple<int, int> kinds, std::tuple<int64_t, int64_t> shape, 
 
 // `experts[i]` is the number of the expert that `matrices[i * num_blocks ..]` make up; others may not be named by a routing.
 void use_table(Stored& stored, int64_t num_experts, int64_t num_blocks, const std::vector<int64_t>& experts, const std::vector<Addresses>& matrices) {
-    need(num_experts >= 0 && num_experts < (1 << 24) && num_blocks > 0 && num_blocks < 64, "sizes out of range");
+    need(num_experts >= 0 && num_experts < kMostExperts && num_blocks > 0 && num_blocks < 64, "sizes out of range");
     need(stored.projection.rows % num_blocks == 0, "blocks of unequal heights");
     need(matrices.size() == experts.size() * static_cast<size_t>(num_blocks), "matrices that do not belong to experts");
-    stored.table.assign(static_cast<size_t>(num_experts * num_blocks), Matrix{});
+    std::vector<Matrix> table(static_cast<size_t>(num_experts * num_blocks));
     for (size_t i = 0; i < experts.size(); ++i) {
         need(experts[i] >= 0 && experts[i] < num_experts, "an expert out of range");
         for (int64_t b = 0; b < num_blocks; ++b) {
             const Matrix m = matrix_of(matrices[i * num_blocks + b]);
             stored.check(m);
-            stored.table[experts[i] * num_blocks + b] = m;
+            table[experts[i] * num_blocks + b] = m;
         }
     }
+    stored.table = std::move(table);
     stored.projection.num_blocks = num_blocks;
     stored.projection.table = stored.table.data();
 }
@@ -127,10 +132,10 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
          const Stored& gate_up, const Stored& down, const std::tuple<Array, Array>& biases, const ActivationArgs& activation,
          std::tuple<uint64_t, int> out) {
     need(isa >= 0 && isa < kNumIsas && kIsas[isa]->runs_here(), "an instruction set that this processor lacks");
-    need(num_threads > 0, "no threads");
+    need(num_threads > 0 && num_threads <= kMostThreads, "a number of threads out of range");
     Call call;
     std::tie(call.num_tokens, call.top_k, call.num_experts) = sizes;
-    need(call.num_tokens >= 0 && call.top_k >= 0 && call.num_experts >= 0 && call.num_experts < (1 << 24), "negative sizes");
+    need(call.num_tokens >= 0 && call.top_k >= 0 && call.num_experts >= 0 && call.num_experts < kMostExperts, "sizes out of range");
     need(call.num_tokens < (int64_t{1} << 40) && call.top_k <= kMostSlots, "more slots than fit");
     call.hidden_size = gate_up.projection.columns;
     call.intermediate_size = down.projection.columns;

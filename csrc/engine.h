@@ -107,7 +107,7 @@ struct Isa {
     const char* needs;  // what a processor must have
     bool (*runs_here)();
     int lanes;
-    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns)`.
+    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
     // to[i] = factor * from[i] for n elements of a dtype.
     void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to);
@@ -116,6 +116,9 @@ struct Isa {
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
     void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
 };
+
+// Four rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.
+constexpr int64_t scratch_floats(int64_t columns, int64_t m) { return 4 * (columns + 256) + 8 * (columns / 16 + 64) + 4 * 16 * m; }
 
 constexpr int64_t kMostSlots = 256;  // of a token
 

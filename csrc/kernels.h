@@ -24,7 +24,7 @@ template <Element E> MOESTRO_INLINE F load_element(const uint8_t* p) {
     if constexpr (E == Element::f32) return load_f32(p);
     if constexpr (E == Element::f16) return load_f16(p);
     if constexpr (E == Element::bf16) return load_bf16(p);
-    if constexpr (E == Element::e4m3) return load_e4m3(p);
+    if constexpr (E == Element::e4m3) return load_e4m3_parts(p);  // times kE4m3Factor, which the scales take
     if constexpr (E == Element::i8) return load_i8(p);
 }
 
@@ -44,15 +44,25 @@ MOESTRO_INLINE F load_scales(Scale type, const uint8_t* p) {
         default: return load_e4m3(p);
     }
 }
-static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor, float* to, int64_t room) {
-    const int size = type == Scale::f32 ? 4 : type == Scale::f16 || type == Scale::bf16 ? 2 : 1;
+template <Scale S> static void read_scales_of(const uint8_t* from, int64_t n, float factor, float* to) {
+    constexpr int kSize = S == Scale::f32 ? 4 : S == Scale::f16 || S == Scale::bf16 ? 2 : 1;
     int64_t i = 0;
-    for (; i + W <= n; i += W) store(to + i, load_scales(type, from + i * size) * set1(factor));
-    alignas(64) uint8_t padded[W * 4] = {};
-    alignas(64) float last[W] = {};
-    std::memcpy(padded, from + i * size, static_cast<size_t>((n - i) * size));
-    store(last, load_scales(type, padded) * set1(factor));
-    for (int l = 0; i < room; ++i, ++l) to[i] = i < n ? last[l] : 0.0f;
+    for (; i + W <= n; i += W) store(to + i, load_scales(S, from + i * kSize) * set1(factor));
+    if (i == n) return;
+    alignas(64) uint8_t padded[W * 4];
+    std::memset(padded, 127, sizeof padded);  // of no scale type a subnormal, which processors are slow to multiply
+    std::memcpy(padded, from + i * kSize, static_cast<size_t>((n - i) * kSize));
+    store(to + i, load_scales(S, padded) * set1(factor));
+}
+static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor, float* to, int64_t room) {
+    switch (type) {
+        case Scale::f32: read_scales_of<Scale::f32>(from, n, factor, to); break;
+        case Scale::f16: read_scales_of<Scale::f16>(from, n, factor, to); break;
+        case Scale::bf16: read_scales_of<Scale::bf16>(from, n, factor, to); break;
+        case Scale::e8m0: read_scales_of<Scale::e8m0>(from, n, factor, to); break;
+        default: read_scales_of<Scale::e4m3>(from, n, factor, to);
+    }
+    for (int64_t i = n; i < room; ++i) to[i] = 0.0f;
 }
 static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) {
     int64_t i = 0;
@@ -83,6 +93,16 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
             if (ahead) {
                 prefetch(a + k * kBytes + ahead), prefetch(b + k * kBytes + ahead);
                 prefetch(c + k * kBytes + ahead), prefetch(d + k * kBytes + ahead);
+            }
+            if constexpr (E == Element::e4m3 && kPerLine % 2 == 0) {
+#pragma GCC unroll 8
+                for (int u = 0; u < kPerLine; u += 2) {
+                    const int64_t at = k + u * W;
+                    const Two wa = load_two_e4m3(a + at), wb = load_two_e4m3(b + at), wc = load_two_e4m3(c + at), wd = load_two_e4m3(d + at);
+                    step(at, wa.first * sa, wb.first * sb, wc.first * sc, wd.first * sd);
+                    step(at + W, wa.second * sa, wb.second * sb, wc.second * sc, wd.second * sd);
+                }
+                continue;
             }
 #pragma GCC unroll 8
             for (int u = 0; u < kPerLine; ++u) {
@@ -191,14 +211,76 @@ template <Element E, int M> struct Table {
     }
 };
 
+// Columns k to stop of four rows of floats, for M tokens: goes on with the vectors in `sum`, or begins them at column 0.
+template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
+    const float *a = reinterpret_cast<const float*>(rows.data[0]), *b = reinterpret_cast<const float*>(rows.data[1]);
+    const float *c = reinterpret_cast<const float*>(rows.data[2]), *d = reinterpret_cast<const float*>(rows.data[3]);
+    F sum[kRows][M];
+    const float* token[M];
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) {
+        token[t] = x[t];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[r][t] = k ? load(partial + (kRows * t + r) * W) : zero();
+    }
+    const auto step = [&](int64_t at, F wa, F wb, F wc, F wd) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int t = 0; t < M; ++t) {
+            const F v = load(token[t] + at);
+            sum[0][t] = fma(wa, v, sum[0][t]);
+            sum[1][t] = fma(wb, v, sum[1][t]);
+            sum[2][t] = fma(wc, v, sum[2][t]);
+            sum[3][t] = fma(wd, v, sum[3][t]);
+        }
+    };
+    for (; k + W <= stop; k += W) step(k, load(a + k), load(b + k), load(c + k), load(d + k));
+    if (k < stop) {
+        const auto some = [&](const float* p) { return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(p + k), stop - k); };
+        step(k, some(a), some(b), some(c), some(d));
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) store(partial + (kRows * t + r) * W, sum[r][t]);
+    }
+}
+using PartialDots = void (*)(const FourRows&, const float* const*, int64_t, int64_t, float*);
+template <int M> static void fill_partial(PartialDots* table) {
+    table[M] = partial_dots<M>;
+    if constexpr (M > 1) fill_partial<M - 1>(table);
+}
+
+// Near-equal tiles of tokens: a last one of a single token would wait for its additions.
+MOESTRO_INLINE int64_t next_tile(int64_t m, int64_t most) {
+    const int64_t left = (m + most - 1) / most;
+    return (m + left - 1) / left;
+}
+
+// Long rows of floats and many tokens: a piece of the four rows stays in the first cache while all tokens pass.
+constexpr int64_t kPiece = 512;
+static void blocked_tiles(const FourRows& rows, const float* const* x, int64_t m, float* out, float* partial) {
+    PartialDots table[kRegisterTokens + 1];
+    fill_partial<kRegisterTokens>(table);
+    for (int64_t k = 0; k < rows.columns; k += kPiece) {
+        const int64_t stop = k + kPiece < rows.columns ? k + kPiece : rows.columns;
+        for (int64_t t = 0, n = 0; t < m; t += n) {
+            n = next_tile(m - t, kRegisterTokens);
+            table[n](rows, x + t, k, stop, partial + t * kRows * W);
+        }
+    }
+    for (int64_t t = 0; t < m; ++t) {
+        const float* p = partial + t * kRows * W;
+        sums(load(p), load(p + W), load(p + 2 * W), load(p + 3 * W), out + kRows * t);
+    }
+}
+
 template <Element E>
 static void tiles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
     constexpr int kMost = E == Element::f32 ? kRegisterTokens : kDirectTokens;
     Dots table[kMost + 1];
     Table<E, kMost>::fill(table);
     while (m > 0) {
-        // Near-equal tiles: a last tile of one token would wait for its additions.
-        const int64_t left = (m + kMost - 1) / kMost, n = (m + left - 1) / left;
+        const int64_t n = next_tile(m, kMost);
         table[n](rows, scales, zeros, x, out);
         x += n, out += kRows * n, m -= n;
     }
@@ -224,7 +306,7 @@ template <Element E> static void run(const FourRows& asked, const float* const* 
         const int64_t n = asked.group_columns ? (asked.columns + asked.group_columns - 1) / asked.group_columns : 1;
         const int64_t room = round_up(n + 1, W) + W;
         for (int r = 0; r < kRows; ++r, scratch += room) {
-            read_scales(asked.scale, asked.scales[r], n, asked.global_scale[r], scratch, room);
+            read_scales(asked.scale, asked.scales[r], n, asked.global_scale[r] * (E == Element::e4m3 ? kE4m3Factor : 1.0f), scratch, room);
             scales[r] = scratch;
         }
         if constexpr (E == Element::u4) {
@@ -235,11 +317,14 @@ template <Element E> static void run(const FourRows& asked, const float* const* 
         }
     }
     if constexpr (E == Element::f32) {
+        if (m > kRegisterTokens && asked.columns > 2 * kPiece) return blocked_tiles(asked, x, m, out, scratch);
         tiles<E>(asked, scales, zeros, x, m, out);
     } else {
         if (m <= kDirectTokens) return tiles<E>(asked, scales, zeros, x, m, out);
         FourRows rows = asked;
         decode<E>(rows, scales, zeros, scratch);
+        if (m > kRegisterTokens && rows.columns > 2 * kPiece)
+            return blocked_tiles(rows, x, m, out, scratch + kRows * (round_up(rows.columns, kBlock) + W));
         tiles<Element::f32>(rows, scales, zeros, x, m, out);
     }
 }

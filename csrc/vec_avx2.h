@@ -28,7 +28,7 @@ inline F operator/(F a, F b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline F at_most(F a, float bound) { return {_mm256_min_ps(_mm256_set1_ps(bound), a.v)}; }
 inline F at_least(F a, float bound) { return {_mm256_max_ps(_mm256_set1_ps(bound), a.v)}; }
 inline F round(F a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// n in -126..127, which `exp` keeps to.
+// n in -126..128, which `exp` keeps to; 128 gives infinity.
 inline F times_power_of_2(F a, F n) {
     const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
     return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)))};
@@ -45,14 +45,18 @@ inline F load_bf16(const uint8_t* p) {
 }
 inline F load_i8(const uint8_t* p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p)))}; }
 // e4m3 shifted into the bits of a float16 is 2^-8 of its value, subnormals included; 0x7f is NaN.
-inline F load_e4m3(const uint8_t* p) {
+constexpr float kE4m3Factor = 256.0f;
+inline F load_e4m3_parts(const uint8_t* p) {
     const __m128i wide = _mm_cvtepu8_epi16(eight_bytes(p));
     const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
     const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
     const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7fff));
     const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign), nan);
-    return {_mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f))};
+    return {_mm256_cvtph_ps(half)};
 }
+inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
+struct Two { F first, second; };
+inline Two load_two_e4m3(const uint8_t* p) { return {load_e4m3_parts(p), load_e4m3_parts(p + W)}; }
 // 2^(e - 127); 255 is NaN.
 inline F load_e8m0(const uint8_t* p) {
     const __m256i e = _mm256_cvtepu8_epi32(eight_bytes(p));
@@ -92,7 +96,8 @@ inline Spread spread_of(int64_t group) {
 }
 inline F spread(const float* p, Spread by) { return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(p), by.index)}; }
 
-inline void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined first.
+inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
 // Four sums of lanes. Each adds its lanes in the same order, whatever its place.
 inline void sums(F a, F b, F c, F d, float* out) {

@@ -41,15 +41,23 @@ inline F load_i8(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 // e4m3 shifted into the bits of a float16 is 2^-8 of its value, subnormals included; 0x7f is NaN.
-inline F load_e4m3(const uint8_t* p) {
-    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f));
-    __m256i half = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign);
-    half = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7fff));
-    return {_mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f))};
+constexpr float kE4m3Factor = 256.0f;
+struct Two { F first, second; };
+inline Two load_two_e4m3(const uint8_t* p) {
+    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i magnitude = _mm512_and_si512(wide, _mm512_set1_epi16(0x7f));
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+    // 0xf8: a | (b & c), the sign from the byte's place in a word's upper half.
+    __m512i half = _mm512_ternarylogic_epi32(_mm512_slli_epi16(magnitude, 7), _mm512_slli_epi16(wide, 8), _mm512_set1_epi16(INT16_MIN), 0xf8);
+    half = _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7fff));
+    return {{_mm512_cvtph_ps(_mm512_castsi512_si256(half))}, {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))}};
 }
+inline F load_e4m3_parts(const uint8_t* p) {
+    alignas(32) uint8_t padded[2 * W] = {};
+    std::memcpy(padded, p, W);
+    return load_two_e4m3(padded).first;
+}
+inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
 // 2^(e - 127); 255 is NaN.
 inline F load_e8m0(const uint8_t* p) {
     const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -84,7 +92,8 @@ inline Spread spread_of(int64_t group) {
 }
 inline F spread(const float* p, Spread by) { return {_mm512_permutexvar_ps(by.index, _mm512_loadu_ps(p))}; }
 
-inline void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined first.
+inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
 // Four sums of lanes. Each adds its lanes in the same order, whatever its place.
 inline void sums(F a, F b, F c, F d, float* out) {

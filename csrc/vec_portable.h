@@ -80,12 +80,16 @@ inline F load_bf16(const uint8_t* p) { return each([=](int l) { return from_bits
 inline F load_i8(const uint8_t* p) { return each([=](int l) { return static_cast<float>(static_cast<int8_t>(p[l])); }); }
 inline F load_u8(const uint8_t* p) { return each([=](int l) { return static_cast<float>(p[l]); }); }
 // e4m3 shifted into the bits of a float16 is 2^-8 of its value, subnormals included; 0x7f is NaN.
-inline float e4m3_value(uint8_t b) {
+constexpr float kE4m3Factor = 256.0f;
+inline float e4m3_value(uint8_t b) {  // over kE4m3Factor
     const uint16_t magnitude = b & 0x7f;
     if (magnitude == 0x7f) return from_bits(0x7fc00000u);
-    return half_value(static_cast<uint16_t>(((b & 0x80) << 8) | (magnitude << 7))) * 256.0f;
+    return half_value(static_cast<uint16_t>(((b & 0x80) << 8) | (magnitude << 7)));
 }
-inline F load_e4m3(const uint8_t* p) { return each([=](int l) { return e4m3_value(p[l]); }); }
+inline F load_e4m3_parts(const uint8_t* p) { return each([=](int l) { return e4m3_value(p[l]); }); }
+inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
+struct Two { F first, second; };
+inline Two load_two_e4m3(const uint8_t* p) { return {load_e4m3_parts(p), load_e4m3_parts(p + W)}; }
 inline F load_e8m0(const uint8_t* p) {
     return each([=](int l) {
         const uint32_t e = p[l];

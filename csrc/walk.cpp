@@ -253,8 +253,8 @@ private:
 
     void take_ranges() {
         const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
-        // Four rows decoded, their scales and zeros, the sums of a block of tokens, and both halves before the activation.
-        const int64_t panel = 4 * (widest + 16) + 8 * (widest + 64), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
+        // What four_rows needs, the sums of a block of tokens, and both halves before the activation.
+        const int64_t panel = scratch_floats(widest, kTokenBlock), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
         float* room = scratch().reserve(panel + sums + 2 * half);
         while (true) {
             const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
