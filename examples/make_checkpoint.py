@@ -155,11 +155,14 @@ def write(
     """Write a planned checkpoint into a folder; config.json, which makes it a checkpoint, last.
 
     Raises:
-        InvalidInputError: the folder holds something, or the disk too little.
+        InvalidInputError: the folder holds something or cannot be made, or the disk holds too little.
     """
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.iterdir()):
         _refuse(f"{folder}, which is not empty", "a folder that is empty or does not exist", "Name another one.")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _refuse(f"{folder} ({error.strerror})", "a folder that is empty or can be made", "Name another one.")
     free, needed = shutil.disk_usage(folder).free, plan.nbytes + BESIDE_BYTES
     if free < needed:
         needs = f"{needed / 1e9:.1f} GB, the size of {plan.published.repository} as asked for"

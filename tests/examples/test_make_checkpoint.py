@@ -281,6 +281,9 @@ def test_a_folder_in_use_and_a_full_disk_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "used" / "a.txt").touch()
     with pytest.raises(InvalidInputError, match="not empty"):
         mc.write(planned, tmp_path / "used")
+    for path in (tmp_path / "used" / "a.txt", tmp_path / "used" / "a.txt" / "new"):
+        with pytest.raises(InvalidInputError, match=r"a\.txt"):
+            mc.write(planned, path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, planned.nbytes))
     with pytest.raises(InvalidInputError, match="free space"):
         mc.write(planned, tmp_path / "new")
