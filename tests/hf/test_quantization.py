@@ -293,6 +293,16 @@ def test_arguments_of_from_pretrained_keep_their_meaning(saved, options):
         assert bit_equal(logits(model), saved["int8"][1])
 
 
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
+def test_a_variant_has_files_of_other_names(made, tmp_path, shard_size):
+    plain = AutoModelForCausalLM.from_pretrained(made.wide())
+    plain.save_pretrained(tmp_path, variant="fp16", max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "100KB")
+    options = {"quantization_config": MoestroConfig("int8")}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16", **options)
+    assert bit_equal(logits(found), logits(AutoModelForCausalLM.from_pretrained(made.wide(), **options)))
+
+
 def test_what_a_configuration_says_of_itself():
     config = MoestroConfig("bf16", search="mse", overrides={"*down_proj": "int8"})
     assert config.to_dict() == {

@@ -22,6 +22,7 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
+from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
 from moestro.hf.accelerate import Found, replace_forward
@@ -237,8 +238,9 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
             fix="Save the model again with save_pretrained.",
         )
     folder = paths[0].parent
-    whole = {path.name for path in folder.glob("*.safetensors")} == {path.name for path in paths}
-    return open_checkpoint(folder if whole else paths)
+    found = {path.name for path in folder.glob("*.safetensors")}
+    named = SINGLE in found or (folder / INDEX).is_file()  # Transformers also takes variants, which have other names
+    return open_checkpoint(folder if named and found == {path.name for path in paths} else paths)
 
 
 def _leave_alone(model: Any, names: NameMap, path: str) -> None:
