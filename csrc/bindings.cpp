@@ -48,6 +48,7 @@ Matrix matrix_of(const Addresses& a) {
 struct Stored {
     Projection projection;
     std::vector<Matrix> table;
+    std::vector<bool> listed;  // experts that the table has
 
     void check() const {
         const Projection& p = projection;
@@ -60,7 +61,7 @@ struct Stored {
         const bool scaled = p.element > Element::bf16;
         need(scaled == (p.scale != Scale::none), "scales where the element has none, or none where it has them");
     }
-    bool has(int64_t expert) const { return !projection.table || table[expert * projection.num_blocks].data; }
+    bool has(int64_t expert) const { return !projection.table || listed[expert]; }
     bool fits(int64_t num_experts) const { return !projection.table || table.size() == static_cast<size_t>(num_experts * projection.num_blocks); }
 
     void check(const Matrix& m) const {
@@ -94,6 +95,7 @@ void use_table(Stored& stored, int64_t num_experts, int64_t num_blocks, const st
     need(stored.projection.rows % num_blocks == 0, "blocks of unequal heights");
     need(matrices.size() == experts.size() * static_cast<size_t>(num_blocks), "matrices that do not belong to experts");
     std::vector<Matrix> table(static_cast<size_t>(num_experts * num_blocks));
+    std::vector<bool> listed(static_cast<size_t>(num_experts), false);
     for (size_t i = 0; i < experts.size(); ++i) {
         need(experts[i] >= 0 && experts[i] < num_experts, "an expert out of range");
         for (int64_t b = 0; b < num_blocks; ++b) {
@@ -101,8 +103,10 @@ void use_table(Stored& stored, int64_t num_experts, int64_t num_blocks, const st
             stored.check(m);
             table[experts[i] * num_blocks + b] = m;
         }
+        listed[experts[i]] = true;
     }
     stored.table = std::move(table);
+    stored.listed = std::move(listed);
     stored.projection.num_blocks = num_blocks;
     stored.projection.table = stored.table.data();
 }
