@@ -161,6 +161,8 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     call.num_threads = num_threads;
     need(down.projection.rows == call.hidden_size, "a down projection that does not lead back to the hidden size");
     need(gate_up.projection.rows == call.intermediate_size * (a.gated ? 2 : 1), "projections that do not belong together");
+    const bool all_bf16 = call.x.dtype == Element::bf16 && call.gate_up.element == Element::bf16 && call.down.element == Element::bf16;
+    need(all_bf16 || !kIsas[isa]->tiles, "an instruction set that multiplies bfloat16 only, and something else");
     if (call.num_tokens == 0 || call.hidden_size == 0) return;
     need(call.out && call.x.data && (call.top_k == 0 || (call.expert_ids && call.routing_weights)), "no address");
     need(gate_up.fits(call.num_experts) && down.fits(call.num_experts), "tables of other numbers of experts");
@@ -175,7 +177,7 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
 
 nb::list isas() {
     nb::list found;
-    for (int i = 0; i < kNumIsas; ++i) found.append(nb::make_tuple(kIsas[i]->name, kIsas[i]->needs, kIsas[i]->runs_here(), kIsas[i]->lanes));
+    for (int i = 0; i < kNumIsas; ++i) found.append(nb::make_tuple(kIsas[i]->name, kIsas[i]->needs, kIsas[i]->runs_here(), kIsas[i]->lanes, kIsas[i]->tiles != nullptr));
     return found;
 }
 

@@ -100,6 +100,32 @@ struct FourRows {
     int64_t ahead = 0;  // bytes from a row to one that will be read soon
 };
 
+// Two times up to 16 rows of bfloat16 weights, each with its own distance between rows, in bytes.
+struct TileRows {
+    const uint8_t* first[2];
+    int64_t stride[2];
+    int count[2];
+    int64_t columns = 0;
+    int64_t ahead = 0;     // bytes from a row to one that will be read soon
+    int64_t out_step = 0;  // words from one tile of h to the next
+};
+
+// An instruction set that multiplies tiles: 16 tokens stand together, their columns in pairs, as the words
+// [block of 32 columns][pair][token].
+struct TileOps {
+    void (*begin)();  // on each thread, before products and after them
+    void (*end)();
+    // `rows` are 16 tokens of bfloat16, null for none.
+    void (*pack)(const uint16_t* const* rows, int64_t columns, uint32_t* to);
+    // h of the columns that the rows make up. `bias` has 32 values, or is null. `scratch` has `tile_scratch_bytes(columns)`.
+    void (*gate_up)(const TileRows& rows, const float* bias, const Activation& activation, const uint32_t* x, int64_t num_tiles,
+                    uint32_t* h, uint8_t* scratch);
+    // y[t][i] for token t of the tiles and row i; null where there is no token.
+    void (*down)(const TileRows& rows, const float* bias, const uint32_t* h, int64_t num_tiles, float* const* y, uint8_t* scratch);
+};
+constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256; }
+constexpr int64_t tile_scratch_bytes(int64_t columns) { return 2 * 16 * ((columns + 31) / 32 * 64 + 64); }
+
 // What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
 // which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.
 struct Isa {
@@ -115,6 +141,7 @@ struct Isa {
     void (*activate)(const Activation& activation, int64_t n, float* gate, const float* up);
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
     void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
+    const TileOps* tiles;  // null, or what replaces four_rows; then x and both projections are bfloat16
 };
 
 // Four rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.

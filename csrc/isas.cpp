@@ -2,12 +2,18 @@
 
 namespace moestro {
 
+#if defined(MOESTRO_AMX)
+extern const Isa kAmx;
+#endif
 #if defined(__x86_64__)
 extern const Isa kAvx512, kAvx2;
 #endif
 extern const Isa kPortable;
 
 const Isa* const kIsas[] = {
+#if defined(MOESTRO_AMX)
+    &kAmx,
+#endif
 #if defined(__x86_64__)
     &kAvx512, &kAvx2,
 #endif

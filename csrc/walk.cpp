@@ -96,6 +96,9 @@ struct Range {
 
 struct Active {
     int64_t expert, first_row, num_rows, num_ranges;
+    int64_t first_tile = 0;
+
+    int64_t num_tiles() const { return (num_rows + 15) / 16; }
 };
 
 class Walk {
@@ -112,14 +115,15 @@ public:
 
     void run() {
         const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
+        const int64_t prepared = isa_.tiles ? num_tiles_ : num_x_rows();
         if (small) {
-            for (int64_t i = 0; i < num_x_rows(); ++i) prepare(i);
+            for (int64_t i = 0; i < prepared; ++i) prepare(i);
             run_team(call_.num_threads, [&](int, int) { take_ranges(); });
             for (int64_t t = 0; t < num_tokens_; ++t) combine(t);
             return;
         }
         run_team(call_.num_threads, [&](int thread, int threads) {
-            share(thread, threads, num_x_rows(), [&](int64_t i) { prepare(i); });
+            share(thread, threads, prepared, [&](int64_t i) { prepare(i); });
         });
         run_team(call_.num_threads, [&](int, int) { take_ranges(); });
         run_team(call_.num_threads, [&](int thread, int threads) {
@@ -166,7 +170,10 @@ private:
         for (int64_t e = 0; e < experts; ++e)
             if (next[e]) active_.push_back({e, 0, next[e], 0});
         std::stable_sort(active_.begin(), active_.end(), [](const Active& a, const Active& b) { return a.num_rows > b.num_rows; });
-        for (auto& a : active_) next[a.expert] = a.first_row = num_rows_, num_rows_ += a.num_rows;
+        for (auto& a : active_) {
+            next[a.expert] = a.first_row = num_rows_, num_rows_ += a.num_rows;
+            a.first_tile = num_tiles_, num_tiles_ += a.num_tiles();
+        }
         token_of_row_.resize(static_cast<size_t>(num_rows_));
         factor_of_row_.assign(static_cast<size_t>(num_rows_), 1.0f);
         row_of_slot_.assign(static_cast<size_t>(slots), -1);
@@ -218,11 +225,17 @@ private:
     int64_t num_x_rows() const { return call_.weight_on_input ? num_rows_ : x_is_ready() ? 0 : num_tokens_; }
 
     void lay_out() {
-        const int64_t x_floats = num_x_rows() * x_layout_.stride(), h_floats = num_rows_ * h_layout_.stride();
+        const int64_t x_floats = isa_.tiles ? num_tiles_ * tile_words(call_.hidden_size) : num_x_rows() * x_layout_.stride();
+        const int64_t h_floats = isa_.tiles ? num_tiles_ * tile_words(call_.intermediate_size) : num_rows_ * h_layout_.stride();
         y_stride_ = round_up(call_.hidden_size, 16) + 16;
         x_ = arena().reserve(x_floats + h_floats + num_rows_ * y_stride_);
         h_ = x_ + x_floats;
         y_ = h_ + h_floats;
+        if (isa_.tiles) {
+            for (int64_t t = 0; t < num_tiles_ && call_.intermediate_size % 32; ++t)
+                std::memset(h_tile(t + 1) - 256, 0, 256 * sizeof(uint32_t));
+            return;
+        }
         if (h_layout_.padded != h_layout_.columns)
             for (int64_t r = 0; r < num_rows_; ++r) h_layout_.clear_padding(h_ + r * h_layout_.stride());
         tokens_.resize(static_cast<size_t>(num_rows_));
@@ -234,8 +247,34 @@ private:
         }
     }
 
+    // Tiles of bfloat16 take the places of rows of floats: a word is a pair.
+    uint32_t* x_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(x_) + t * tile_words(call_.hidden_size); }
+    uint32_t* h_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(h_) + t * tile_words(call_.intermediate_size); }
+
+    void prepare_tile(int64_t tile) {
+        const Active& a = *std::prev(std::upper_bound(active_.begin(), active_.end(), tile, [](int64_t t, const Active& each) { return t < each.first_tile; }));
+        const int64_t first = (tile - a.first_tile) * 16, hidden = call_.hidden_size;
+        const uint16_t* rows[16];
+        float* wide = call_.weight_on_input ? scratch().reserve(hidden + 8 * hidden) : nullptr;
+        auto* weighted = reinterpret_cast<uint16_t*>(wide + hidden);
+        for (int64_t i = 0; i < 16; ++i) {
+            const int64_t row = a.first_row + first + i;
+            rows[i] = nullptr;
+            if (first + i >= a.num_rows) continue;
+            rows[i] = static_cast<const uint16_t*>(call_.x.data) + (first_token_ + token_of_row_[row]) * call_.x.stride;
+            if (!call_.weight_on_input) continue;
+            isa_.widen(rows[i], Element::bf16, hidden, factor_of_row_[row], wide);
+            const float* one = wide;
+            const float factor = 1.0f;
+            isa_.combine(&one, &factor, 1, hidden, weighted + i * hidden, Element::bf16);
+            rows[i] = weighted + i * hidden;
+        }
+        isa_.tiles->pack(rows, hidden, x_tile(tile));
+    }
+
     // A token's row, or with weights on the input a (token, slot) pair's, as floats in the order of gate_up's columns.
     void prepare(int64_t i) {
+        if (isa_.tiles) return prepare_tile(i);
         const int64_t token = first_token_ + (call_.weight_on_input ? token_of_row_[i] : i);
         const float factor = call_.weight_on_input ? factor_of_row_[i] : 1.0f;
         const int64_t size = call_.x.dtype == Element::f32 ? 4 : 2;
@@ -252,24 +291,37 @@ private:
     }
 
     void take_ranges() {
+        if (isa_.tiles) isa_.tiles->begin();
+        take_all();
+        if (isa_.tiles) isa_.tiles->end();
+    }
+
+    void take_all() {
         const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
         // What four_rows needs, the sums of a block of tokens, and both halves before the activation.
         const int64_t panel = scratch_floats(widest, kTokenBlock), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
-        float* room = scratch().reserve(panel + sums + 2 * half);
+        float* room = scratch().reserve(std::max(panel + sums + 2 * half, tile_scratch_bytes(widest) / 4));
         while (true) {
             const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
             if (i >= static_cast<int64_t>(ranges_.size())) return;
             const Range& range = ranges_[i];
             const Active& active = active_[range.expert];
-            if (range.down) {
-                wait_for(range.expert, active.num_ranges);
+            if (range.down) wait_for(range.expert, active.num_ranges);
+            if (isa_.tiles) {
+                const int64_t last = active.first_tile + active.num_tiles(), block = (token_block_ + 15) / 16;
+                for (int64_t t = active.first_tile; t < last; t += block) {
+                    const int64_t n = std::min(block, last - t);
+                    if (range.down) tiled_down(active, range, t, n, reinterpret_cast<uint8_t*>(room));
+                    else tiled_gate_up(active, range, t, n, reinterpret_cast<uint8_t*>(room));
+                }
+            } else if (range.down) {
                 for (int64_t r = 0; r < active.num_rows; r += token_block_)
                     down(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
             } else {
                 for (int64_t r = 0; r < active.num_rows; r += token_block_)
                     gate_up(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
-                finished_[range.expert].fetch_add(1, std::memory_order_release);
             }
+            if (!range.down) finished_[range.expert].fetch_add(1, std::memory_order_release);
         }
     }
 
@@ -359,6 +411,64 @@ private:
         }
     }
 
+    // `count` rows from each of two places: `at` and `at + apart`, one in `every` of them.
+    TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64_t apart, int64_t every, const int* count) const {
+        TileRows found;
+        const int64_t block_rows = p.rows / p.num_blocks;
+        for (int i = 0; i < 2; ++i) {
+            const int64_t row = at + i * apart, block = std::min(row / block_rows, p.num_blocks - 1);
+            found.first[i] = p.matrix(expert, block).data + (row - block * block_rows) * p.row_stride;
+            found.stride[i] = every * p.row_stride;
+            found.count[i] = count[i];
+        }
+        found.columns = p.columns;
+        found.ahead = (apart == 16 ? 32 : 16 * every) * p.row_stride;
+        return found;
+    }
+
+    const float* tile_bias(const FloatArray& bias, int64_t expert, int64_t at, int64_t apart, int64_t every, const int* count, float* to) const {
+        if (!bias.data) return nullptr;
+        const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
+        for (int i = 0; i < 2; ++i)
+            for (int r = 0; r < 16; ++r) {
+                const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at + i * apart + r * every) * size;
+                to[16 * i + r] = 0.0f;
+                if (r < count[i]) isa_.widen(from, bias.dtype, 1, 1.0f, to + 16 * i + r);
+            }
+        return to;
+    }
+
+    // `first` and `n` number tiles of tokens, among all and from there.
+    void tiled_gate_up(const Active& active, const Range& range, int64_t first, int64_t n, uint8_t* room) {
+        const Activation& act = call_.activation;
+        const int64_t step = act.gated ? 16 : 32, every = act.interleaved ? 2 : 1;
+        const int64_t apart = !act.gated ? 16 : act.interleaved ? 1 : call_.intermediate_size;
+        for (int64_t c = range.first; c < range.last; c += step) {
+            const auto left = static_cast<int>(range.last - c);
+            const int count[2] = {std::min(left, 16), act.gated ? std::min(left, 16) : std::clamp(left - 16, 0, 16)};
+            float values[32];
+            const float* bias = tile_bias(call_.gate_up_bias, active.expert, c * every, apart, every, count, values);
+            TileRows rows = tile_rows(call_.gate_up, active.expert, c * every, count[1] ? apart : 0, every, count);
+            rows.out_step = tile_words(call_.intermediate_size);
+            isa_.tiles->gate_up(rows, bias, act, x_tile(first), n, h_tile(first) + c / 2 * 16, room);
+        }
+    }
+
+    void tiled_down(const Active& active, const Range& range, int64_t first, int64_t n, uint8_t* room) {
+        float* y[kTokenBlock + 32];
+        const int64_t before = (first - active.first_tile) * 16;
+        for (int64_t i = range.first; i < range.last; i += 32) {
+            const auto left = static_cast<int>(range.last - i);
+            const int count[2] = {std::min(left, 16), std::clamp(left - 16, 0, 16)};
+            for (int64_t t = 0; t < n * 16; ++t)
+                y[t] = before + t < active.num_rows ? y_ + (active.first_row + before + t) * y_stride_ + i : nullptr;
+            float values[32];
+            const float* bias = tile_bias(call_.down_bias, active.expert, i, 16, 1, count, values);
+            const TileRows rows = tile_rows(call_.down, active.expert, i, count[1] ? 16 : 0, 1, count);
+            isa_.tiles->down(rows, bias, h_tile(first), n, y, room);
+        }
+    }
+
     void combine(int64_t t) {
         const float* rows[kMostSlots];
         float weights[kMostSlots];
@@ -377,7 +487,7 @@ private:
     const int64_t first_token_, num_tokens_;
     const Layout x_layout_, h_layout_;
     const int64_t token_block_;
-    int64_t num_rows_ = 0, y_stride_ = 0;
+    int64_t num_rows_ = 0, num_tiles_ = 0, y_stride_ = 0;
     std::vector<Active> active_;
     std::vector<int64_t> token_of_row_, row_of_slot_;
     std::vector<float> factor_of_row_;

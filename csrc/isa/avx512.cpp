@@ -9,5 +9,5 @@ static bool runs_here() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 extern const Isa kAvx512 = {"avx512", "AVX-512 F, BW, DQ and VL", runs_here, MOESTRO_ISA::W, MOESTRO_ISA::four_rows,
-                            MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine};
+                            MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr};
 }  // namespace moestro

@@ -5,5 +5,5 @@
 namespace moestro {
 static bool runs_here() { return true; }
 extern const Isa kPortable = {"portable", "nothing", runs_here, MOESTRO_ISA::W, MOESTRO_ISA::four_rows,
-                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine};
+                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr};
 }  // namespace moestro

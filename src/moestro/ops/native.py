@@ -14,11 +14,12 @@ class Isa:
     """An instruction set that the engine was compiled for.
 
     Attributes:
-        name: "avx512", "avx2" or "portable".
+        name: "amx", "avx512", "avx2" or "portable".
         index: its place in the engine's list, best first.
         needs: what a processor must have for it.
         runs_here: whether this one has it.
         lanes: floats in one of its vectors.
+        multiplies_bfloat16: whether it computes in bfloat16, and nothing else.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Isa:
     needs: str
     runs_here: bool
     lanes: int
+    multiplies_bfloat16: bool
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -43,7 +45,7 @@ ISAS: tuple[Isa, ...] = (
 )
 """Best first; empty without the engine."""
 
-ABSENT = Isa("native", 0, "the native engine", False, 0)
+ABSENT = Isa("native", 0, "the native engine", False, 0, False)
 """What stands in a list of implementations where there is no engine."""
 
 

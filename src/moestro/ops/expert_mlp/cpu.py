@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moestro import formats
+from moestro import formats, settings
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import native
+from moestro.ops.expert_mlp import tuning
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -32,7 +33,26 @@ TOKEN_BLOCK = 96
 
 def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """None, or the sentence why the engine cannot compute this with this instruction set."""
-    return native.reason(isa) or _no_tensors(x, routing, weights) or _no_layer(x, routing, weights)
+    return (
+        native.reason(isa)
+        or _no_tensors(x, routing, weights)
+        or _no_layer(x, routing, weights)
+        or _dtype(isa, x, routing, weights)
+    )
+
+
+def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    is_bfloat16 = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage} == {torch.bfloat16}
+    if isa.multiplies_bfloat16:
+        return None if is_bfloat16 else "it multiplies bfloat16, and x or a projection is of another dtype"
+    rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
+    forced = settings.current().implementation is not None
+    if forced or not is_bfloat16 or rows <= tuning.BFLOAT16_ROWS or not tuning.multiplies_bfloat16():
+        return None
+    return (
+        f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
+        f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); forced by name it runs"
+    )
 
 
 def _no_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:

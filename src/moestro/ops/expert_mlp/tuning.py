@@ -19,6 +19,9 @@ STRATEGIES = ("grouped", "blockwise", "selective", "all_experts")
 SELECTIVE_ALPHA = 4.0
 """Mean rows per expert up to which pairs are walked instead of sorted."""
 
+BFLOAT16_ROWS = 8
+"""Mean rows per expert from which PyTorch's bfloat16 matmuls on AMX or AVX-512 BF16 outrun float32 ones."""
+
 SMALL_BYTES = 1 << 20
 """Expert matrices up to this size cost less to multiply than to call for one by one."""
 
