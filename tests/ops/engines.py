@@ -1,0 +1,47 @@
+"""The native engine's instruction sets, and one call forced on one of them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import moestro
+from moestro import Activation, ExpertWeights, Routing, reference
+from moestro.formats import FORMATS
+from moestro.ops import native
+from moestro.ops.native import Isa
+from tolerances import assert_close, bit_equal
+
+from . import problems
+
+RUNNING = [isa for isa in native.ISAS if isa.runs_here]
+STORED = [name for name in FORMATS if name != "float64"]
+STRATEGIES = ("grouped", "selective", "blockwise-1", "blockwise-5", "blockwise-96", "all_experts")
+
+every_isa = pytest.mark.parametrize("isa", RUNNING, ids=lambda isa: isa.name)
+needs_engine = pytest.mark.skipif(native.module is None, reason=str(native.problem))
+
+
+def run(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+    """What this instruction set computes; an error if it cannot."""
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        return moestro.expert_mlp(x, routing, weights, strategy)
+
+
+def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+    """`run` against the reference in float64, as close as float32 sums are; 16 bits are rounded to last."""
+    wide = run(isa, x.float(), routing, weights, strategy)
+    assert_close(wide, reference.expert_mlp(x.double(), routing, weights), torch.float32)
+    y = wide if x.dtype == torch.float32 else run(isa, x, routing, weights, strategy)
+    assert bit_equal(y, wide.to(x.dtype))
+    return y
+
+
+@functools.cache
+def stored_weights(name: str, sizes: problems.Sizes, activation: Activation, bias: bool = True) -> ExpertWeights:
+    """Random experts in a format; made once, so nobody may write to them."""
+    torch.manual_seed(sizes.hidden_size)
+    return problems.weights(sizes, activation, torch.float32, bias=bias).quantize(name)
