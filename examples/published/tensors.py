@@ -173,7 +173,7 @@ class InFormat:
         element, scaling = self.format.element, self.format.scaling
         assert scaling is not None
         e, n, k = shape
-        check_shape(self.format, n, k, name)
+        check_shape(self.format, n, k, f"make_checkpoint {name}")
         grid = (e, *scaling.blocks(n, k))
         size = 1 / math.sqrt(k) / RMS[element]
         yield item(f"{name}_data", (e, n, k // self.format.per_item), Fill(element), self.format.storage)

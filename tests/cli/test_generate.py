@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-ENGINE = next((f"cpu-{isa.name}" for isa in ISAS if isa.runs_here), "torch")
+ENGINE = next((f"cpu-{isa.name}" for isa in ISAS if isa.runs_here and not isa.multiplies_bfloat16), "torch")
 FOUR_PARTS = re.compile(r"\[\w[\w. ]*\] got .+; needs .+\. .+\.")
 
 

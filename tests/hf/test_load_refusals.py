@@ -317,6 +317,20 @@ def test_options_that_do_not_go(made, options, words):
     refused(made.folder("olmoe"), words, **options)
 
 
+def test_layers_left_on_disk(made):
+    with pytest.raises(UnsupportedError, match='leaves layers on "disk"') as caught:
+        AutoModelForCausalLM.from_pretrained(
+            made.folder("qwen3-30b-a3b"),
+            quantization_config=MoestroConfig("int8"),
+            device_map={"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"},
+        )
+    assert parts(caught.value)
+
+
+def test_a_search_without_a_format(made):
+    refused(made.folder("qwen3-30b-a3b"), "search='mse' without a format", search="mse")
+
+
 def test_a_format_for_what_is_no_expert(made):
     """A router keeps its dtype."""
     config = MoestroConfig("int8", overrides={"*.mlp.gate": "int8"})

@@ -37,7 +37,7 @@ def load(
         dtype: of all other weights and of the activations ("float32", torch.bfloat16, ...); the checkpoint's if None.
             FP8 weights outside the experts become this dtype.
         device: where the model goes; the CPU if None.
-        search: how the scales of `format` are chosen: "nearest", or "mse" for the least squared error.
+        search: how the scales of a `format` are chosen: "nearest", or "mse" for the least squared error.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
@@ -48,6 +48,13 @@ def load(
             there; weights that are no safetensors files; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
     """
+    if search != "nearest" and format is None:
+        raise invalid_input(
+            OPERATION,
+            got=f"search={search!r} without a format",
+            needs="a format whose scales are to be chosen",
+            fix="Name one, or leave search out.",
+        )
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
 from moestro.checkpoint.write import INDEX, SINGLE
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, unsupported
 from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
 from moestro.hf.accelerate import Found, replace_forward
 from moestro.hf.names import NameMap
@@ -93,6 +93,13 @@ class MoestroQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, device_map: Any = None, **_: Any
     ) -> None:
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise unsupported(
+                "load",
+                got='a device_map that leaves layers on "disk"',
+                needs="every layer on a device: experts that stay as stored are read from their files anyway",
+                fix='Map those layers to "cpu".',
+            )
         self._device_map = device_map
         self._checkpoint = _open(checkpoint_files)
         self._layers = find_stored(model, self._checkpoint, self.source)
@@ -202,7 +209,7 @@ def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[s
             name = wanted.format_of(target)
             targets[target] = recipe.format if name is None else find_format(name)
             if targets[target] != recipe.format:
-                check_shape(targets[target], recipe.shape[1], recipe.shape[2], target)
+                check_shape(targets[target], recipe.shape[1], recipe.shape[2], f"load {target}")
     unused = [p for p in wanted.overrides if not any(Quantization(overrides={p: "x"}).format_of(t) for t in targets)]
     if unused:
         raise invalid_input(
