@@ -6,14 +6,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <thread>
 #include <vector>
 
 #include "engine.h"
+#include "layout.h"
+#include "rows.h"
 #include "team.h"
 
 #if defined(__x86_64__)
@@ -26,79 +26,14 @@ namespace {
 constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
 constexpr int64_t kChunk = 64;             // intermediate columns between activations
 constexpr int64_t kWorkspaceBytes = 96 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
-constexpr int64_t kKeptBytes = 8 << 20;    // of it that a thread keeps for its next call
 constexpr int64_t kSmallestRange = 64 << 10;   // bytes of weights, or as much arithmetic
 constexpr int64_t kRangesPerThread = 24;
 constexpr int64_t kBytesPerFma = 4;        // arithmetic that takes as long as reading a byte, inverted: a coarse balance
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// Uninitialised floats, aligned to a cache line and kept from call to call while they are few.
-class Arena {
-public:
-    ~Arena() { std::free(data_); }
-    float* reserve(int64_t floats) {
-        const int64_t bytes = round_up(floats * 4, 64) + 64;
-        if (bytes > size_) {
-            std::free(data_);
-            size_ = 0;
-            data_ = std::aligned_alloc(64, static_cast<size_t>(bytes));
-            if (!data_) throw std::bad_alloc();
-            size_ = bytes;
-        }
-        return static_cast<float*>(data_);
-    }
-    void trim() {
-        if (size_ <= kKeptBytes) return;
-        std::free(data_);
-        data_ = nullptr;
-        size_ = 0;
-    }
-
-private:
-    void* data_ = nullptr;
-    int64_t size_ = 0;
-};
-
-// Where column k of a vector lies for the weights that it meets, as kernels.h walks them.
-struct Layout {
-    bool nibbles;
-    int64_t columns, lanes, padded;
-
-    Layout(Element element, int64_t columns, int lanes)
-        : nibbles(is_nibble(element)), columns(columns), lanes(lanes), padded(round_up(columns, nibbles ? 8 * lanes : lanes)) {}
-
-    // Rows are apart by this, off a power of two, so that those of a tile do not share cache sets.
-    int64_t stride() const { return padded + 16; }
-    int64_t position(int64_t k) const {
-        if (!nibbles) return k;
-        const int64_t block = 8 * lanes, in_block = k % block;
-        return k - in_block + in_block % 8 * lanes + in_block / 8;
-    }
-    // row[position(first + i)] = from[i]
-    void place(const float* from, int64_t first, int64_t n, float* row) const {
-        if (!nibbles) {
-            std::memcpy(row + first, from, static_cast<size_t>(n) * sizeof(float));
-            return;
-        }
-        for (int64_t i = 0; i < n; ++i) row[position(first + i)] = from[i];
-    }
-    void clear_padding(float* row) const {
-        for (int64_t k = columns; k < padded; ++k) row[position(k)] = 0.0f;
-    }
-};
 
 struct Range {
     int32_t expert;  // index among those with rows
     bool down;
     int64_t first, last;  // intermediate columns, or rows of down
-};
-
-struct Active {
-    int64_t expert, first_row, num_rows, num_ranges;
-    int64_t first_tile = 0;
-
-    int64_t num_tiles() const { return (num_rows + 15) / 16; }
 };
 
 class Walk {
@@ -107,15 +42,14 @@ public:
         : isa_(isa), call_(call), first_token_(first_token), num_tokens_(num_tokens),
           x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
           h_layout_(call.down.element, call.intermediate_size, isa.lanes),
-          token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)) {
-        group();
+          token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)), rows_(call, first_token, num_tokens) {
         cut();
         lay_out();
     }
 
     void run() {
         const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
-        const int64_t prepared = isa_.tiles ? num_tiles_ : num_x_rows();
+        const int64_t prepared = isa_.tiles ? rows_.num_tiles : num_x_rows();
         if (small) {
             for (int64_t i = 0; i < prepared; ++i) prepare(i);
             run_team(call_.num_threads, [&](int, int) { take_ranges(); });
@@ -147,60 +81,17 @@ private:
         for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) body(i);
     }
 
-    int64_t id_of(int64_t slot) const {
-        const int64_t at = first_token_ * call_.top_k + slot;
-        return call_.ids_are_64_bit ? static_cast<const int64_t*>(call_.expert_ids)[at]
-                                    : static_cast<const int32_t*>(call_.expert_ids)[at];
-    }
-
-    // Rows in the order of experts, those with most rows first; of one expert in the order of slots.
-    void group() {
-        const int64_t slots = num_tokens_ * call_.top_k, experts = call_.num_experts;
-        std::vector<int64_t> next(static_cast<size_t>(experts), 0);
-        for (int64_t s = 0; s < slots; ++s)
-            if (const int64_t e = id_of(s); e >= 0) ++next[e];
-        std::vector<std::vector<bool>> chosen;
-        if (call_.all_experts) {
-            chosen.assign(static_cast<size_t>(experts), std::vector<bool>(static_cast<size_t>(num_tokens_), false));
-            for (int64_t s = 0; s < slots; ++s)
-                if (const int64_t e = id_of(s); e >= 0) chosen[e][s / call_.top_k] = true;
-            for (int64_t e = 0; e < experts; ++e)
-                for (int64_t t = 0; t < num_tokens_; ++t) next[e] += !chosen[e][t];
-        }
-        for (int64_t e = 0; e < experts; ++e)
-            if (next[e]) active_.push_back({e, 0, next[e], 0});
-        std::stable_sort(active_.begin(), active_.end(), [](const Active& a, const Active& b) { return a.num_rows > b.num_rows; });
-        for (auto& a : active_) {
-            next[a.expert] = a.first_row = num_rows_, num_rows_ += a.num_rows;
-            a.first_tile = num_tiles_, num_tiles_ += a.num_tiles();
-        }
-        token_of_row_.resize(static_cast<size_t>(num_rows_));
-        factor_of_row_.assign(static_cast<size_t>(num_rows_), 1.0f);
-        row_of_slot_.assign(static_cast<size_t>(slots), -1);
-        for (int64_t s = 0; s < slots; ++s) {
-            const int64_t e = id_of(s);
-            if (e < 0) continue;
-            const int64_t row = row_of_slot_[s] = next[e]++;
-            token_of_row_[row] = s / call_.top_k;
-            if (call_.weight_on_input) factor_of_row_[row] = call_.routing_weights[first_token_ * call_.top_k + s];
-        }
-        if (!call_.all_experts) return;
-        for (int64_t e = 0; e < experts; ++e)
-            for (int64_t t = 0; t < num_tokens_; ++t)
-                if (!chosen[e][t]) token_of_row_[next[e]++] = t;
-    }
-
     int64_t cost(const Projection& p, int64_t rows_of_tokens) const {
         return std::max(p.row_bytes(), p.columns * rows_of_tokens / kBytesPerFma);
     }
 
     void cut() {
         int64_t total = 0;
-        for (const auto& a : active_) total += cost(call_.gate_up, a.num_rows) * call_.gate_up.rows + cost(call_.down, a.num_rows) * call_.down.rows;
+        for (const auto& a : rows_.active) total += cost(call_.gate_up, a.num_rows) * call_.gate_up.rows + cost(call_.down, a.num_rows) * call_.down.rows;
         const int64_t wanted = std::max(total / (kRangesPerThread * call_.num_threads), kSmallestRange);
         const int64_t halves = call_.activation.gated ? 2 : 1;
         const auto add = [&](size_t index, bool down) {
-            Active& a = active_[index];
+            Active& a = rows_.active[index];
             const Projection& p = down ? call_.down : call_.gate_up;
             const int64_t n = down ? call_.hidden_size : call_.intermediate_size, each = cost(p, a.num_rows) * (down ? 1 : halves);
             const int64_t pieces = std::clamp<int64_t>((n * each + wanted - 1) / wanted, 1, std::max<int64_t>(n / 16, 1));
@@ -210,37 +101,37 @@ private:
                 if (first < last) ranges_.push_back({static_cast<int32_t>(index), down, first, last}), a.num_ranges += !down;
             }
         };
-        for (size_t i = 0; i < active_.size(); ++i) {
+        for (size_t i = 0; i < rows_.active.size(); ++i) {
             add(i, false);
             if (i > 0) add(i - 1, true);
         }
-        if (!active_.empty()) add(active_.size() - 1, true);
-        finished_ = std::make_unique<std::atomic<int64_t>[]>(active_.size());
-        for (size_t i = 0; i < active_.size(); ++i) finished_[i].store(0, std::memory_order_relaxed);
+        if (!rows_.active.empty()) add(rows_.active.size() - 1, true);
+        finished_ = std::make_unique<std::atomic<int64_t>[]>(rows_.active.size());
+        for (size_t i = 0; i < rows_.active.size(); ++i) finished_[i].store(0, std::memory_order_relaxed);
     }
 
     bool x_is_ready() const {
         return !call_.weight_on_input && call_.x.dtype == Element::f32 && !x_layout_.nibbles && x_layout_.padded == call_.hidden_size;
     }
-    int64_t num_x_rows() const { return call_.weight_on_input ? num_rows_ : x_is_ready() ? 0 : num_tokens_; }
+    int64_t num_x_rows() const { return call_.weight_on_input ? rows_.num_rows : x_is_ready() ? 0 : num_tokens_; }
 
     void lay_out() {
-        const int64_t x_floats = isa_.tiles ? num_tiles_ * tile_words(call_.hidden_size) : num_x_rows() * x_layout_.stride();
-        const int64_t h_floats = isa_.tiles ? num_tiles_ * tile_words(call_.intermediate_size) : num_rows_ * h_layout_.stride();
+        const int64_t x_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.hidden_size) : num_x_rows() * x_layout_.stride();
+        const int64_t h_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.intermediate_size) : rows_.num_rows * h_layout_.stride();
         y_stride_ = round_up(call_.hidden_size, 16) + 16;
-        x_ = arena().reserve(x_floats + h_floats + num_rows_ * y_stride_);
+        x_ = arena().reserve(x_floats + h_floats + rows_.num_rows * y_stride_);
         h_ = x_ + x_floats;
         y_ = h_ + h_floats;
         if (isa_.tiles) {
-            for (int64_t t = 0; t < num_tiles_ && call_.intermediate_size % 32; ++t)
+            for (int64_t t = 0; t < rows_.num_tiles && call_.intermediate_size % 32; ++t)
                 std::memset(h_tile(t + 1) - 256, 0, 256 * sizeof(uint32_t));
             return;
         }
         if (h_layout_.padded != h_layout_.columns)
-            for (int64_t r = 0; r < num_rows_; ++r) h_layout_.clear_padding(h_ + r * h_layout_.stride());
-        tokens_.resize(static_cast<size_t>(num_rows_));
-        for (int64_t r = 0; r < num_rows_; ++r) {
-            const int64_t token = token_of_row_[r];
+            for (int64_t r = 0; r < rows_.num_rows; ++r) h_layout_.clear_padding(h_ + r * h_layout_.stride());
+        tokens_.resize(static_cast<size_t>(rows_.num_rows));
+        for (int64_t r = 0; r < rows_.num_rows; ++r) {
+            const int64_t token = rows_.token[r];
             tokens_[r] = call_.weight_on_input ? x_ + r * x_layout_.stride()
                          : x_is_ready()        ? static_cast<const float*>(call_.x.data) + (first_token_ + token) * call_.x.stride
                                                : x_ + token * x_layout_.stride();
@@ -252,7 +143,7 @@ private:
     uint32_t* h_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(h_) + t * tile_words(call_.intermediate_size); }
 
     void prepare_tile(int64_t tile) {
-        const Active& a = *std::prev(std::upper_bound(active_.begin(), active_.end(), tile, [](int64_t t, const Active& each) { return t < each.first_tile; }));
+        const Active& a = *std::prev(std::upper_bound(rows_.active.begin(), rows_.active.end(), tile, [](int64_t t, const Active& each) { return t < each.first_tile; }));
         const int64_t first = (tile - a.first_tile) * 16, hidden = call_.hidden_size;
         const uint16_t* rows[16];
         float* wide = call_.weight_on_input ? scratch().reserve(hidden + 8 * hidden) : nullptr;
@@ -261,9 +152,9 @@ private:
             const int64_t row = a.first_row + first + i;
             rows[i] = nullptr;
             if (first + i >= a.num_rows) continue;
-            rows[i] = static_cast<const uint16_t*>(call_.x.data) + (first_token_ + token_of_row_[row]) * call_.x.stride;
+            rows[i] = static_cast<const uint16_t*>(call_.x.data) + (first_token_ + rows_.token[row]) * call_.x.stride;
             if (!call_.weight_on_input) continue;
-            isa_.widen(rows[i], Element::bf16, hidden, factor_of_row_[row], wide);
+            isa_.widen(rows[i], Element::bf16, hidden, rows_.factor[row], wide);
             const float* one = wide;
             const float factor = 1.0f;
             isa_.combine(&one, &factor, 1, hidden, weighted + i * hidden, Element::bf16);
@@ -275,8 +166,8 @@ private:
     // A token's row, or with weights on the input a (token, slot) pair's, as floats in the order of gate_up's columns.
     void prepare(int64_t i) {
         if (isa_.tiles) return prepare_tile(i);
-        const int64_t token = first_token_ + (call_.weight_on_input ? token_of_row_[i] : i);
-        const float factor = call_.weight_on_input ? factor_of_row_[i] : 1.0f;
+        const int64_t token = first_token_ + (call_.weight_on_input ? rows_.token[i] : i);
+        const float factor = call_.weight_on_input ? rows_.factor[i] : 1.0f;
         const int64_t size = call_.x.dtype == Element::f32 ? 4 : 2;
         const auto* from = static_cast<const uint8_t*>(call_.x.data) + token * call_.x.stride * size;
         float* to = x_ + i * x_layout_.stride();
@@ -305,7 +196,7 @@ private:
             const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
             if (i >= static_cast<int64_t>(ranges_.size())) return;
             const Range& range = ranges_[i];
-            const Active& active = active_[range.expert];
+            const Active& active = rows_.active[range.expert];
             if (range.down) wait_for(range.expert, active.num_ranges);
             if (isa_.tiles) {
                 const int64_t last = active.first_tile + active.num_tiles(), block = (token_block_ + 15) / 16;
@@ -475,7 +366,7 @@ private:
         const int64_t size = call_.out_dtype == Element::f32 ? 4 : 2;
         auto* out = static_cast<uint8_t*>(call_.out) + (first_token_ + t) * call_.hidden_size * size;
         for (int64_t k = 0; k < call_.top_k; ++k) {
-            const int64_t row = row_of_slot_[t * call_.top_k + k];
+            const int64_t row = rows_.of_slot[t * call_.top_k + k];
             rows[k] = row < 0 ? nullptr : y_ + row * y_stride_;
             weights[k] = call_.weight_on_input ? 1.0f : call_.routing_weights[(first_token_ + t) * call_.top_k + k];
         }
@@ -487,10 +378,8 @@ private:
     const int64_t first_token_, num_tokens_;
     const Layout x_layout_, h_layout_;
     const int64_t token_block_;
-    int64_t num_rows_ = 0, num_tiles_ = 0, y_stride_ = 0;
-    std::vector<Active> active_;
-    std::vector<int64_t> token_of_row_, row_of_slot_;
-    std::vector<float> factor_of_row_;
+    Rows rows_;
+    int64_t y_stride_ = 0;
     std::vector<Range> ranges_;
     std::vector<const float*> tokens_;
     std::unique_ptr<std::atomic<int64_t>[]> finished_;

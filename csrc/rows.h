@@ -1,0 +1,31 @@
+// Which expert computes which token: the routing, turned around.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine.h"
+
+namespace moestro {
+
+// An expert that has rows.
+struct Active {
+    int64_t expert, first_row, num_rows;
+    int64_t num_ranges = 0;  // that its gate_up is cut into
+    int64_t first_tile = 0;
+
+    int64_t num_tiles() const { return (num_rows + 15) / 16; }
+};
+
+// Rows in the order of experts, those with most rows first; of one expert in the order of slots.
+struct Rows {
+    Rows(const Call& call, int64_t first_token, int64_t num_tokens);
+
+    std::vector<Active> active;
+    std::vector<int64_t> token;         // of a row, counted from the first token
+    std::vector<float> factor;          // that its input is multiplied by
+    std::vector<int64_t> of_slot;       // -1 where a slot is empty
+    int64_t num_rows = 0, num_tiles = 0;
+};
+
+}  // namespace moestro
