@@ -155,6 +155,7 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     Activation& a = call.activation;
     a.kind = checked<Kind>(std::get<0>(activation), 8, "activation");
     std::tie(std::ignore, a.gated, a.interleaved, a.limited, a.alpha, a.limit, a.up_offset) = activation;
+    a.interleaved = a.interleaved && a.gated;  // there is nothing to alternate with
     call.out = reinterpret_cast<void*>(std::get<0>(out));
     call.out_dtype = float_type(std::get<1>(out));
     std::tie(call.all_experts, call.token_block) = strategy;
@@ -163,6 +164,9 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     need(gate_up.projection.rows == call.intermediate_size * (a.gated ? 2 : 1), "projections that do not belong together");
     const bool all_bf16 = call.x.dtype == Element::bf16 && call.gate_up.element == Element::bf16 && call.down.element == Element::bf16;
     need(all_bf16 || !kIsas[isa]->tiles, "an instruction set that multiplies bfloat16 only, and something else");
+    const int64_t most_blocks = a.gated && !a.interleaved ? 2 : 1;
+    const bool whole_tiles = call.gate_up.num_blocks <= most_blocks && call.down.num_blocks == 1;
+    need(whole_tiles || !kIsas[isa]->tiles, "matrices that end inside a tile");
     if (call.num_tokens == 0 || call.hidden_size == 0) return;
     need(call.out && call.x.data && (call.top_k == 0 || (call.expert_ids && call.routing_weights)), "no address");
     need(gate_up.fits(call.num_experts) && down.fits(call.num_experts), "tables of other numbers of experts");

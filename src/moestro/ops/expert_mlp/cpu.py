@@ -44,7 +44,9 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     is_bfloat16 = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage} == {torch.bfloat16}
     if isa.multiplies_bfloat16:
-        return None if is_bfloat16 else "it multiplies bfloat16, and x or a projection is of another dtype"
+        return (
+            _no_tiles(weights) if is_bfloat16 else "it multiplies bfloat16, and x or a projection is of another dtype"
+        )
     rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
     forced = settings.current().implementation is not None
     if forced or not is_bfloat16 or rows <= tuning.BFLOAT16_ROWS or not tuning.multiplies_bfloat16():
@@ -53,6 +55,15 @@ def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights)
         f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
         f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); forced by name it runs"
     )
+
+
+def _no_tiles(weights: ExpertWeights) -> str | None:
+    activation = weights.activation
+    halves = 2 if activation.gated and not activation.interleaved else 1
+    for name, stored, most in (("gate_up", weights.gate_up, halves), ("down", weights.down, 1)):
+        if isinstance(stored, SplitTensor) and len(stored.matrices[0]) > most:
+            return f"it multiplies 16 rows at a time, and the matrices of {name} may end between them"
+    return None
 
 
 def _no_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
