@@ -241,7 +241,8 @@ private:
             found.data[i] = m.data + row * p.row_stride;
             found.scales[i] = m.scales ? m.scales + group * p.scale_row_stride : nullptr;
             found.zeros[i] = m.zeros ? m.zeros + group * p.zero_row_stride : nullptr;
-            found.global_scale[i] = m.global_scale ? *m.global_scale : 1.0f;
+            found.global_scale[i] = 1.0f;
+            if (m.global_scale) std::memcpy(found.global_scale + i, m.global_scale, sizeof(float));  // at any address
         }
         return found;
     }
