@@ -19,7 +19,7 @@ from moestro.ops.native import Isa
 from tolerances import bit_equal
 
 from . import problems
-from .engines import RUNNING, every_isa, needs_engine, run, stored_weights
+from .engines import RUNNING, every_isa, needs_engine, stored_weights
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = Path(moestro.__file__).parents[1]
@@ -60,7 +60,9 @@ def call(isa: Isa, num_tokens: int = 60):
     torch.manual_seed(0)
     x, routing = torch.randn(num_tokens, 256), problems.routing(sizes, kind="full")
     weights = stored_weights("bfloat16", sizes, Activation())
-    return lambda: run(isa, x, routing, weights)
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        assert moestro.explain(moestro.expert_mlp, x, routing, weights).chosen == f"cpu-{isa.name}"
+    return lambda: moestro.expert_mlp(x, routing, weights)
 
 
 @every_isa
@@ -68,7 +70,6 @@ def test_several_python_threads_at_once(isa):
     """Each with a team of its own, and different calls at that."""
     torch.set_num_threads(2)
     calls = [call(isa, n) for n in (1, 7, 60, 130)]
-    expected = [f() for f in calls]
     wrong = []
 
     def repeat(i):
@@ -78,10 +79,12 @@ def test_several_python_threads_at_once(isa):
                 wrong.append(i)
 
     threads = [threading.Thread(target=repeat, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with moestro.use(implementation=f"cpu-{isa.name}"):  # the process's, so around all of them
+        expected = [f() for f in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert wrong == []
 
 
