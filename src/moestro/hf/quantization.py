@@ -28,6 +28,7 @@ from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
 from moestro.hf.accelerate import Found, replace_forward
 from moestro.hf.names import NameMap
 from moestro.hf.projections import Projection
+from moestro.hf.residency import Residency
 from moestro.hf.sources import Quantization, check_rest, find_scaled, find_stored
 from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
 from moestro.weights import quantize_experts
@@ -136,10 +137,12 @@ class MoestroQuantizer(HfQuantizer):
         for weight in self._scaled:
             weight.give(model, self._checkpoint)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
+        residency = Residency(self._checkpoint)
         for layer, stored in bar:
             holder = model.get_submodule(stored.path)
             store = self._store(stored)
             device = _device_of(model, layer)
+            store.residency = residency
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
         model.register_load_state_dict_pre_hook(find_in_state)

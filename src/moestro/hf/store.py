@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.projections import Projection, Projections
+from moestro.hf.residency import Residency
 from moestro.weights import ExpertWeights
 
 STORE = "moestro_store"
@@ -137,6 +138,7 @@ class ExpertStore(nn.Module):
     def __init__(self, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.stored = stored
+        self.residency: Residency | None = None
         self.tensors = {name: tensors[name] for name in (*stored.gate_up.names, *stored.down.names)}
         self._build()
 
@@ -163,6 +165,8 @@ class ExpertStore(nn.Module):
 
     def weights(self, holder: Any) -> ExpertWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
+        if self.residency is not None and self.stored.mapped and not torch.compiler.is_compiling():
+            self.residency.turn_to(self.tensors)
         projections = self.stored.projections
         biases = [getattr(holder, f"{projection.name}_bias", None) for projection in projections.both]
         known = self._weights
@@ -187,7 +191,7 @@ class ExpertStore(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle: what is stored, once, and not the views of it."""
-        views = ("gate_up", "down", "_weights")
+        views = ("gate_up", "down", "_weights", "residency")
         own = {name: value for name, value in self.__dict__.items() if name not in views}
         # PyTorch does not unpickle dtypes of 8-bit floats.
         tensors = {n: (t.dtype, t.view(torch.uint8) if t.dtype.itemsize == 1 else t) for n, t in self.tensors.items()}
@@ -195,7 +199,7 @@ class ExpertStore(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensors = {name: tensor.view(dtype) for name, (dtype, tensor) in state["tensors"].items()}
-        super().__setstate__(state | {"tensors": tensors})
+        super().__setstate__(state | {"tensors": tensors, "residency": None})
         self._build()
 
     def _outer(self, prefix: str) -> str:
@@ -228,10 +232,11 @@ class ExpertStore(nn.Module):
                 )
             elif assign:
                 self._take(name, state_dict[key])
+            elif self.stored.mapped:
+                self._take(name, state_dict[key].clone(memory_format=torch.contiguous_format))
             else:
                 tensor.copy_(state_dict[key])
-        if assign:
-            self._build()
+        self._build()
 
     def extra_repr(self) -> str:
         e, _, k = self.gate_up.shape

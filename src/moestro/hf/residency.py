@@ -1,0 +1,50 @@
+"""How much of a mapped model stays in this process's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from moestro.checkpoint import Checkpoint
+
+SHARE = 0.5
+"""Of the machine's memory: while this process takes up more, layers give their mapped pages back after their use."""
+
+_STATM = "/proc/self/statm"
+
+
+class Residency:
+    """Gives the pages of mapped experts back to the system while the process takes up more than its share.
+
+    The system keeps pages that were given back in its cache as long as nobody needs the memory, and maps them again
+    when they are touched; what is bounded is what this process holds. Layers run in turn, so the one that has just run
+    is the one that will be needed last. Where the system does not say what a process takes up, nothing is given back.
+
+    Args:
+        checkpoint: whose tensors are mapped.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._limit = int(SHARE * os.sysconf("SC_PHYS_PAGES")) if _known() else None
+        self._last: Mapping[str, Tensor] = {}
+
+    def turn_to(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tell that a layer's tensors are used next."""
+        last, self._last = self._last, tensors
+        if last is tensors or self._limit is None or _resident_pages() <= self._limit:
+            return
+        for name, tensor in last.items():
+            if tensor._version == 0:  # what was written to a mapped tensor is in its pages only
+                self._checkpoint.release(name)
+
+
+def _known() -> bool:
+    return os.path.exists(_STATM)
+
+
+def _resident_pages() -> int:
+    with open(_STATM, "rb", buffering=0) as file:
+        return int(file.read().split()[1])
