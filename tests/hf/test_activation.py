@@ -110,3 +110,16 @@ def test_float32_inside_is_no_obstacle():
 def test_describe():
     assert describe(SWIGLU) == "silu"
     assert describe(GPT_OSS_SWIGLU) == "silu (alpha 1.702, limit 7, up + 1)"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_while_a_model_is_being_made(dtype):
+    """Transformers sets the default dtype and device while it reads a checkpoint."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            found = recognise(lambda z: torch.nn.functional.silu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1], True)
+    finally:
+        torch.set_default_dtype(before)
+    assert found == Activation()

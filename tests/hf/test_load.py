@@ -35,6 +35,13 @@ def test_logits_are_those_of_transformers_on_plain_weights(made, like, fused):
 
 
 @pytest.mark.parametrize("like", FAMILIES)
+def test_activations_are_read_as_data(made, like):
+    """In the checkpoint's own dtype, which is the default dtype while the model is made; engines run only such ones."""
+    described = {layer.activation for layer in served(moestro.load(made.folder(like)))}
+    assert described == {"silu (alpha 1.702, limit 7, up + 1)" if like == "gpt-oss-20b" else "silu"}
+
+
+@pytest.mark.parametrize("like", FAMILIES)
 def test_many_files_with_an_index_are_one_checkpoint(made, like):
     folder = made.folder(like, shard_bytes=200_000)
     assert len(list(folder.glob("*.safetensors"))) > 1

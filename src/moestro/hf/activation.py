@@ -72,11 +72,14 @@ def _candidates(gated: bool, constants: tuple[float, ...]) -> Iterator[Activatio
 
 
 def _probe(constants: tuple[float, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.logspace(-3, 4, 57)
-    around = torch.tensor([c * f for c in constants if 0 < c < 1e4 for f in (0.5, 0.99, 1.01, 2.0)])
-    values = torch.cat([sizes, -sizes, around, -around, torch.zeros(1)])
-    return values[torch.randint(len(values), (16, 128), generator=generator)]
+    """Values in float32 on the CPU, also where a model is being made and the defaults are others."""
+    with torch.device("cpu"):
+        generator = torch.Generator("cpu").manual_seed(0)
+        sizes = torch.logspace(-3, 4, 57, dtype=torch.float32)
+        factors = [c * f for c in constants if 0 < c < 1e4 for f in (0.5, 0.99, 1.01, 2.0)]
+        around = torch.tensor(factors, dtype=torch.float32)
+        values = torch.cat([sizes, -sizes, around, -around, sizes.new_zeros(1)])
+        return values[torch.randint(len(values), (16, 128), generator=generator)]
 
 
 def _agree(got: Tensor, wanted: Tensor) -> bool:
