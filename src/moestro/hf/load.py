@@ -69,14 +69,7 @@ def load(
         model, report = model_class(config).from_pretrained(
             source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
         )
-    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if missing:
-        raise invalid_input(
-            OPERATION,
-            got=f"{path_or_id} without {len(missing)} weights of the model, or with them in other shapes: {missing[0]}",
-            needs="every weight of the architecture",
-            fix="Download or save the checkpoint again.",
-        )
+    _check_complete(path_or_id, report)
     with fitting(OPERATION, source):
         return model if place is None else model.to(place)
 
@@ -89,6 +82,17 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
             got=f"dtype={dtype!r}",
             needs=f"one of {', '.join(str(known).removeprefix('torch.') for known in DTYPES)}, or None",
             fix="It is that of weights outside the experts; the experts' is named by format.",
+        )
+
+
+def _check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
+    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if missing:
+        raise invalid_input(
+            OPERATION,
+            got=f"{path_or_id} without {len(missing)} weights of the model, or with them in other shapes: {missing[0]}",
+            needs="every weight of the architecture",
+            fix="Download or save the checkpoint again.",
         )
 
 
