@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral", "deepseek-v3", "llama4-scout")
+LAYERS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral")
 TOKENS = (1, 16, 128, 512, 2048)
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 

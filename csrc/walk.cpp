@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
 constexpr int64_t kChunk = 64;             // intermediate columns between activations
-constexpr int64_t kWorkspaceBytes = 96 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
+constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
 constexpr int64_t kSmallestRange = 64 << 10;   // bytes of weights, or as much arithmetic
 constexpr int64_t kRangesPerThread = 24;
 constexpr int64_t kBytesPerFma = 4;        // arithmetic that takes as long as reading a byte, inverted: a coarse balance
@@ -393,7 +393,8 @@ private:
 
 void expert_mlp(const Isa& isa, const Call& call) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
-    const int64_t per_token = 4 * (rows * (call.intermediate_size + 2 * call.hidden_size + 256) + call.hidden_size + 128);
+    const int64_t x_rows = isa.tiles || call.weight_on_input ? rows : 1;
+    const int64_t per_token = 4 * (rows * (call.intermediate_size + call.hidden_size + 192) + x_rows * (call.hidden_size + 128));
     const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
     for (int64_t t = 0; t < call.num_tokens; t += most) {
         Walk walk(isa, call, t, std::min(most, call.num_tokens - t));
