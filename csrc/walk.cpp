@@ -393,7 +393,7 @@ private:
 
 void expert_mlp(const Isa& isa, const Call& call) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
-    const int64_t x_rows = isa.tiles || call.weight_on_input ? rows : 1;
+    const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
     const int64_t per_token = 4 * (rows * (call.intermediate_size + call.hidden_size + 192) + x_rows * (call.hidden_size + 128));
     const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
     for (int64_t t = 0; t < call.num_tokens; t += most) {

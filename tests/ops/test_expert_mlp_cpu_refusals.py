@@ -211,3 +211,21 @@ def test_the_best_is_picked_by_itself(calls, parts):
     with torch.no_grad():
         moestro.expert_mlp(x, routing, weights)
     assert calls == [RUNNING[0].name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_and_many_tokens_are_left_to_torch(dtype):
+    """By shape alone, and only while nothing is forced."""
+    weights = ExpertWeights.from_dense(torch.zeros(1, 2, 8193, dtype=dtype), torch.zeros(1, 8193, 1, dtype=dtype))
+    x = torch.zeros(49, 8193, dtype=dtype)
+
+    def reasons(num_tokens):
+        routing = Routing(torch.zeros(num_tokens, 1, dtype=torch.long), torch.ones(num_tokens, 1))
+        found = moestro.explain(moestro.expert_mlp, x[:num_tokens], routing, weights).candidates
+        return [c.reason or "" for c in found if c.name.startswith("cpu-")]
+
+    assert "" not in reasons(49)
+    assert any("faster from 48 rows" in reason for reason in reasons(49))
+    assert not any("faster from 48 rows" in reason for reason in reasons(48))
+    with moestro.use(implementation="cpu-portable"):
+        assert reasons(49)[-1] == ""

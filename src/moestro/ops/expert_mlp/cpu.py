@@ -38,6 +38,7 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
         or _no_tensors(x, routing, weights)
         or _no_layer(x, routing, weights)
         or _dtype(isa, x, routing, weights)
+        or _wide(x, routing, weights)
     )
 
 
@@ -47,13 +48,29 @@ def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights)
         return (
             _no_tiles(weights) if is_bfloat16 else "it multiplies bfloat16, and x or a projection is of another dtype"
         )
+    if is_bfloat16 and tuning.multiplies_bfloat16():
+        rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
+        if rows > tuning.BFLOAT16_ROWS and settings.current().implementation is None:
+            return (
+                f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
+                f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); forced by name it runs"
+            )
+    return None
+
+
+def _wide(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Where many tokens meet rows so long that a block of them leaves the second cache."""
+    stored = {weights.gate_up.format.storage, weights.down.format.storage, x.dtype}
     rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
+    columns = max(weights.hidden_size, weights.intermediate_size)
     forced = settings.current().implementation is not None
-    if forced or not is_bfloat16 or rows <= tuning.BFLOAT16_ROWS or not tuning.multiplies_bfloat16():
+    if forced or stored not in ({torch.float32}, {torch.bfloat16}):
+        return None
+    if columns <= tuning.WIDE_COLUMNS or rows <= tuning.WIDE_ROWS:
         return None
     return (
-        f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
-        f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); forced by name it runs"
+        f"PyTorch's matmuls are faster from {tuning.WIDE_ROWS} rows an expert on ({rows:.0f} here) where it has more "
+        f"than {tuning.WIDE_COLUMNS} columns ({columns}); forced by name it runs"
     )
 
 
