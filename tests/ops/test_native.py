@@ -140,8 +140,15 @@ call = lambda: run(RUNNING[0], x, routing, weights)
 """
 
 THREADS = """
+import time
+
 def threads():
-    return len(os.listdir("/proc/self/task"))
+    # Those that a smaller team does not need end in their own time.
+    seen = [0, 1]
+    while len(set(seen[-4:])) > 1:
+        time.sleep(0.05)
+        seen.append(len(os.listdir("/proc/self/task")))
+    return seen[-1]
 
 call()
 counts = [threads()]
