@@ -178,6 +178,19 @@ MOESTRO_INLINE void walk(const FourRows& rows, const float* const* scales, const
     else walk_plain<E>(rows, scales, prefetching, step);
 }
 
+// One vector of columns, from `k`, of four rows and M tokens.
+template <int M>
+MOESTRO_INLINE void add_products(F (&sum)[kRows][M], const float* const (&token)[M], int64_t k, F a, F b, F c, F d) {
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) {
+        const F v = load(token[t] + k);
+        sum[0][t] = fma(a, v, sum[0][t]);
+        sum[1][t] = fma(b, v, sum[1][t]);
+        sum[2][t] = fma(c, v, sum[2][t]);
+        sum[3][t] = fma(d, v, sum[3][t]);
+    }
+}
+
 // Every sum runs over the columns in their decoded order, whatever M.
 template <Element E, int M>
 static void dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
@@ -190,14 +203,7 @@ static void dots(const FourRows& rows, const float* const* scales, const float* 
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
     walk<E>(rows, scales, zeros, true, [&](int64_t k, F a, F b, F c, F d) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int t = 0; t < M; ++t) {
-            const F v = load(token[t] + k);
-            sum[0][t] = fma(a, v, sum[0][t]);
-            sum[1][t] = fma(b, v, sum[1][t]);
-            sum[2][t] = fma(c, v, sum[2][t]);
-            sum[3][t] = fma(d, v, sum[3][t]);
-        }
+        add_products(sum, token, k, a, b, c, d);
     });
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
@@ -211,7 +217,7 @@ template <Element E, int M> struct Table {
     }
 };
 
-// Columns k to stop of four rows of floats, for M tokens: goes on with the vectors in `sum`, or begins them at column 0.
+// Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them at column 0.
 template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
     const float *a = reinterpret_cast<const float*>(rows.data[0]), *b = reinterpret_cast<const float*>(rows.data[1]);
     const float *c = reinterpret_cast<const float*>(rows.data[2]), *d = reinterpret_cast<const float*>(rows.data[3]);
@@ -224,14 +230,7 @@ template <int M> static void partial_dots(const FourRows& rows, const float* con
         for (int r = 0; r < kRows; ++r) sum[r][t] = k ? load(partial + (kRows * t + r) * W) : zero();
     }
     const auto step = [&](int64_t at, F wa, F wb, F wc, F wd) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int t = 0; t < M; ++t) {
-            const F v = load(token[t] + at);
-            sum[0][t] = fma(wa, v, sum[0][t]);
-            sum[1][t] = fma(wb, v, sum[1][t]);
-            sum[2][t] = fma(wc, v, sum[2][t]);
-            sum[3][t] = fma(wd, v, sum[3][t]);
-        }
+        add_products(sum, token, at, wa, wb, wc, wd);
     };
     for (; k + W <= stop; k += W) step(k, load(a + k), load(b + k), load(c + k), load(d + k));
     if (k < stop) {
