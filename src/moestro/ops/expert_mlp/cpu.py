@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moestro import formats, settings
+from moestro import formats
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import native
-from moestro.ops.expert_mlp import tuning
+from moestro.ops.expert_mlp import crossover
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -37,48 +37,27 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
         native.reason(isa)
         or _no_tensors(x, routing, weights)
         or _no_layer(x, routing, weights)
-        or _dtype(isa, x, routing, weights)
-        or _wide(x, routing, weights)
+        or _dtype(isa, x, weights)
+        or crossover.reason(isa, x, routing, weights)
     )
 
 
-def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    is_bfloat16 = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage} == {torch.bfloat16}
-    if isa.multiplies_bfloat16:
-        return (
-            _no_tiles(weights) if is_bfloat16 else "it multiplies bfloat16, and x or a projection is of another dtype"
-        )
-    if is_bfloat16 and tuning.multiplies_bfloat16():
-        rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
-        if rows > tuning.BFLOAT16_ROWS and settings.current().implementation is None:
-            return (
-                f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
-                f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); forced by name it runs"
-            )
-    return None
-
-
-def _wide(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    """Where many tokens meet rows so long that a block of them leaves the second cache."""
-    stored = {weights.gate_up.format.storage, weights.down.format.storage, x.dtype}
-    rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
-    columns = max(weights.hidden_size, weights.intermediate_size)
-    forced = settings.current().implementation is not None
-    if forced or stored not in ({torch.float32}, {torch.bfloat16}):
+def _dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
+    if not isa.multiplies_bfloat16:
         return None
-    if columns <= tuning.WIDE_COLUMNS or rows <= tuning.WIDE_ROWS:
-        return None
-    return (
-        f"PyTorch's matmuls are faster from {tuning.WIDE_ROWS} rows an expert on ({rows:.0f} here) where it has more "
-        f"than {tuning.WIDE_COLUMNS} columns ({columns}); forced by name it runs"
-    )
+    if x.dtype != torch.bfloat16:
+        return f"it multiplies bfloat16, and x is of {x.dtype}"
+    for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
+        if form.is_dense and form.storage != torch.bfloat16:
+            return f"it multiplies bfloat16, and {name} is stored as {form.name}"
+    return _no_tiles(weights)
 
 
 def _no_tiles(weights: ExpertWeights) -> str | None:
     activation = weights.activation
     halves = 2 if activation.gated and not activation.interleaved else 1
     for name, stored, most in (("gate_up", weights.gate_up, halves), ("down", weights.down, 1)):
-        if isinstance(stored, SplitTensor) and len(stored.matrices[0]) > most:
+        if isinstance(stored, SplitTensor) and stored.format.is_dense and len(stored.matrices[0]) > most:
             return f"it multiplies 16 rows at a time, and the matrices of {name} may end between them"
     return None
 
