@@ -168,7 +168,7 @@ def best_indices(choice: Tensor, k: int) -> Tensor:
     """Indices [T, k] of the largest of choice [T, E], in the order of `moestro.topk`, which also meets NaN."""
     if torch.compiler.is_compiling() or choice.device.type != "cpu":
         torch._assert_async((choice == choice).all(), "[route] scores plus correction must not be NaN")
-    return topk.run(choice, k)[1]
+    return topk.run(choice, k)
 
 
 def _check_sizes(
