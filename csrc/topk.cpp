@@ -187,7 +187,8 @@ void score(Score kind, float* z, int64_t n) {
     }
     for (int64_t i = 0; i < n; ++i) {
         const float e = exp_of_negative(-std::fabs(z[i]));
-        z[i] = (z[i] < 0.0f ? e : 1.0f) / (1.0f + e);
+        // Where 1 + exp(-z) overflows the score is 0, as it is for PyTorch; such scores tie.
+        z[i] = z[i] < -88.72283f ? 0.0f : (z[i] < 0.0f ? e : 1.0f) / (1.0f + e);
     }
 }
 

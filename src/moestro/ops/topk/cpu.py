@@ -27,7 +27,7 @@ def find(scores: Tensor, k: int) -> Tensor | None:
     assert engine is not None
     scores = rows(scores)
     num_tokens, num_experts = scores.shape
-    found = torch.empty((num_tokens, k), dtype=torch.int64, device="cpu")
+    found = native.empty(num_tokens, k, torch.int64)
     lie = (scores.data_ptr(), DTYPES[scores.dtype], num_tokens, num_experts, scores.stride(0))
     return found if engine.topk(lie, k, found.data_ptr(), torch.get_num_threads()) else None
 
