@@ -34,6 +34,22 @@ class _Stored:
         return self.layout.build([buffers[name] for name in self.names])  # type: ignore[misc]
 
 
+class _Built:
+    """The value that a module's parameters and buffers made up, and what they were then."""
+
+    def __init__(self, module: nn.Module, weights: ExpertWeights) -> None:
+        self.weights = weights
+        self._tensors = [*module._parameters.values(), *module._buffers.values()]
+        # A cast may put another dtype into the parameter there is.
+        self._casts = [(p, p.dtype, p.shape) for p in module._parameters.values() if p is not None]
+
+    def stands(self, module: nn.Module) -> bool:
+        """Whether they are the same tensors still, and the parameters of the same dtypes and shapes."""
+        now = [*module._parameters.values(), *module._buffers.values()]
+        same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))
+        return same and all(p.dtype is dtype and p.shape == shape for p, dtype, shape in self._casts)
+
+
 class Experts(nn.Module):
     """E expert MLPs, of which each token uses those its routing names.
 
@@ -77,7 +93,7 @@ class Experts(nn.Module):
         self.activation = activation
         self.strategy = strategy
         self._stored: dict[str, _Stored] = {}
-        self._built: tuple[list[Tensor | None], ExpertWeights] | None = None
+        self._built: _Built | None = None
         self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
@@ -141,12 +157,16 @@ class Experts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The parameters and buffers of the moment as the value the primitive takes."""
-        if not any(stored.layout.num_blocks for stored in self._stored.values()) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._build()
-        now = [*self._buffers.values(), *self._parameters.values()]
-        if self._built is None or not all(map(is_, now, self._built[0])):
-            self._built = now, self._build()
-        return self._built[1]
+        built = self._built
+        if built is None or not built.stands(self):
+            self._built = built = _Built(self, self._build())
+        return built.weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles make their own value of their own tensors."""
+        return {**self.__dict__, "_built": None}
 
     def _build(self) -> ExpertWeights:
         gate_up, down = (

@@ -110,15 +110,15 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.shape[0]
+        return self.gate_up.num_experts
 
     @property
     def hidden_size(self) -> int:
-        return self.gate_up.shape[2]
+        return self.gate_up.num_columns
 
     @property
     def intermediate_size(self) -> int:
-        return self.down.shape[2]
+        return self.down.num_columns
 
     @property
     def bytes_per_expert(self) -> int:

@@ -10,14 +10,12 @@ from moestro.ops.grouping.checks import check_range
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping
 
-MOST_EXPERTS = 1 << 20
-
 
 def supports(expert_ids: Tensor, num_experts: int) -> str | None:
     """None, or the sentence why the engine cannot order these ids."""
     reason = native.unreadable(expert_ids)
-    if reason is None and num_experts > MOST_EXPERTS:
-        return f"it orders by at most {MOST_EXPERTS} experts, not {num_experts}"
+    if reason is None and num_experts > native.MOST_EXPERTS:
+        return f"it orders by at most {native.MOST_EXPERTS} experts, not {num_experts}"
     return reason
 
 
