@@ -73,7 +73,8 @@ class _Apart(Description):
         """Every expert that lies in memory; one that does not, as its weights are elsewhere, may not be named."""
         first = stored.matrices[0]
         made = _stack(first[0], stored.shape[1], stored.format)
-        there = [e for e, tensors in enumerate(self._tensors) if all(t.data_ptr() or not t.numel() for t in tensors)]
+        empty = 0 in stored.shape
+        there = [e for e, addresses in enumerate(self._addresses) if empty or all(addresses)]
         addresses = [_addresses(matrix) for e in there for matrix in stored.matrices[e]]
         assert native.module is not None
         native.module.use_table(made, len(stored.matrices), len(first), there, addresses)
