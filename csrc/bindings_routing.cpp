@@ -76,7 +76,7 @@ bool route_at(const ScoresArgs& logits, int64_t k, const RouterArgs& router, uin
     std::tie(score, r.select_on_logits, r.renormalize, r.epsilon, r.floor, r.scale, r.logit_scale) = router;
     need(score >= 0 && score < 2, "a score without a code");
     r.score = static_cast<Score>(score);
-    r.correction = at<float>(correction);
+    r.correction = at<void>(correction);
     std::tie(r.groups.num_groups, r.groups.top_groups, r.groups.best, r.groups.excluded) = groups;
     need(r.groups.num_groups > 0 && r.groups.num_groups <= s.num_experts && s.num_experts % r.groups.num_groups == 0, "groups of unequal sizes");
     need(r.groups.top_groups > 0 && r.groups.top_groups <= r.groups.num_groups && r.groups.best > 0, "kept groups out of range");
@@ -125,7 +125,7 @@ bool schedule_at(const SlotsArgs& slots, std::tuple<int64_t, int64_t> blocks, st
 bool fits_at(const SlotsArgs& slots, uint64_t weights) {
     const Slots s = slots_of(slots);
     const Release release(s.count());
-    return fits(s, at<float>(weights));
+    return fits(s, at<void>(weights));
 }
 
 }  // namespace

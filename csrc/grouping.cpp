@@ -18,17 +18,17 @@ template <class Id> struct Part {
     int64_t start, stop;
     std::vector<int64_t> next;  // at first counts, then the row that an expert's next slot takes
 
-    bool count(const Id* ids, int64_t num_experts) {
+    bool count(const void* ids, int64_t num_experts) {
         for (int64_t i = start; i < stop; ++i) {
-            if (ids[i] < -1 || ids[i] >= num_experts) return false;
-            ++next[ids[i] < 0 ? num_experts : ids[i]];
+            const Id id = value_at<Id>(ids, i);
+            if (id < -1 || id >= num_experts) return false;
+            ++next[id < 0 ? num_experts : id];
         }
         return true;
     }
 };
 
 template <class Id> bool group_of(const Slots& s, const Grouped& to, int num_threads) {
-    const auto* ids = static_cast<const Id*>(s.ids);
     const int64_t count = s.count(), experts = s.num_experts;
     const int64_t most = count < kWorthThreads ? 1 : std::max<int64_t>(1, std::min<int64_t>(num_threads, count / (experts + 1)));
     std::vector<Part<Id>> parts(static_cast<size_t>(most));
@@ -36,7 +36,7 @@ template <class Id> bool group_of(const Slots& s, const Grouped& to, int num_thr
     std::vector<char> good(static_cast<size_t>(most), 0);
     // A team may be smaller than was asked for; the parts are as many as they are.
     run_team(static_cast<int>(most), [&](int thread, int threads) {
-        for (int64_t p = thread; p < most; p += threads) good[p] = parts[p].count(ids, experts);
+        for (int64_t p = thread; p < most; p += threads) good[p] = parts[p].count(s.ids, experts);
     });
     if (std::count(good.begin(), good.end(), 0)) return false;
     int64_t row = 0;
@@ -53,7 +53,8 @@ template <class Id> bool group_of(const Slots& s, const Grouped& to, int num_thr
             Part<Id>& part = parts[p];
             int64_t token = s.top_k ? part.start / s.top_k : 0, slot = s.top_k ? part.start % s.top_k : 0;
             for (int64_t i = part.start; i < part.stop; ++i) {
-                const int64_t own = part.next[ids[i] < 0 ? experts : ids[i]]++;
+                const Id id = value_at<Id>(s.ids, i);
+                const int64_t own = part.next[id < 0 ? experts : id]++;
                 to.token_ids[own] = token;
                 to.slots[own] = slot;
                 to.inverse[i] = own;
@@ -65,10 +66,9 @@ template <class Id> bool group_of(const Slots& s, const Grouped& to, int num_thr
 }
 
 template <class Id> bool schedule_of(const Slots& s, const Schedule& to) {
-    const auto* ids = static_cast<const Id*>(s.ids);
     const int64_t count = s.count(), experts = s.num_experts, size = to.block_size;
     Part<Id> all{0, count, std::vector<int64_t>(static_cast<size_t>(experts) + 1)};
-    if (!all.count(ids, experts)) return false;
+    if (!all.count(s.ids, experts)) return false;
     std::copy_n(all.next.begin(), experts, to.counts);
     int64_t block = 0;
     for (int64_t e = 0; e < experts; ++e) {
@@ -81,18 +81,19 @@ template <class Id> bool schedule_of(const Slots& s, const Schedule& to) {
     std::fill(to.block_experts + block, to.block_experts + to.num_blocks, -1);
     std::fill_n(to.pair_ids, to.num_blocks * size, -1);
     for (int64_t i = 0; i < count; ++i) {
-        to.scatter_index[i] = ids[i] < 0 ? -1 : all.next[ids[i]]++;
-        if (ids[i] >= 0) to.pair_ids[to.scatter_index[i]] = i;
+        const Id id = value_at<Id>(s.ids, i);
+        to.scatter_index[i] = id < 0 ? -1 : all.next[id]++;
+        if (id >= 0) to.pair_ids[to.scatter_index[i]] = i;
     }
     return true;
 }
 
-template <class Id> bool fits_of(const Slots& s, const float* weights) {
-    const auto* ids = static_cast<const Id*>(s.ids);
+template <class Id> bool fits_of(const Slots& s, const void* weights) {
     bool good = true;
     for (int64_t i = 0; i < s.count(); ++i) {
-        good &= ids[i] >= -1 && ids[i] < s.num_experts;
-        good &= !weights || ids[i] == -1 || std::fabs(weights[i]) <= std::numeric_limits<float>::max();
+        const Id id = value_at<Id>(s.ids, i);
+        good &= id >= -1 && id < s.num_experts;
+        good &= !weights || id == -1 || std::fabs(value_at<float>(weights, i)) <= std::numeric_limits<float>::max();
     }
     return good;
 }
@@ -107,7 +108,7 @@ bool schedule(const Slots& slots, const Schedule& to) {
     return slots.are_64_bit ? schedule_of<int64_t>(slots, to) : schedule_of<int32_t>(slots, to);
 }
 
-bool fits(const Slots& slots, const float* weights) {
+bool fits(const Slots& slots, const void* weights) {
     return slots.are_64_bit ? fits_of<int64_t>(slots, weights) : fits_of<int32_t>(slots, weights);
 }
 

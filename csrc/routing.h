@@ -2,8 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace moestro {
+
+// The i-th value of an array that may lie at any address.
+template <class T> inline T value_at(const void* array, int64_t i) {
+    T value;
+    std::memcpy(&value, static_cast<const uint8_t*>(array) + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    return value;
+}
 
 enum class Real : int { f32, f16, bf16, f64 };
 
@@ -31,7 +39,7 @@ struct Router {
     Score score = Score::softmax;
     bool select_on_logits = false, renormalize = false;
     float epsilon = 0.0f, floor = 0.0f, scale = 1.0f, logit_scale = 1.0f;
-    const float* correction = nullptr;  // [E], added to what is ranked
+    const void* correction = nullptr;  // float32 [E], added to what is ranked
     GroupLimit groups;
     int64_t top_k = 1;
 };
@@ -50,8 +58,8 @@ struct Slots {
     int64_t count() const { return num_tokens * top_k; }
 };
 
-// Whether every id is in -1 .. num_experts - 1, and (if there are any) the weight of every other slot than -1 is finite.
-bool fits(const Slots& slots, const float* weights);
+// Whether every id is in -1 .. num_experts - 1, and (if there are any) the float32 weight of every other slot than -1 is finite.
+bool fits(const Slots& slots, const void* weights);
 
 // Rows in the order of experts, stable; those of empty slots last. All but `offsets` [E + 1] have a value for each slot.
 struct Grouped {

@@ -30,8 +30,7 @@ template <Real R> using KeyOf = typename Bits<R>::Key;
 
 // A number whose signed order is that of the scores, -0.0 as 0.0.
 template <class Key> inline Key key_of(const void* scores, int64_t i, Key& size) {
-    Key bits;
-    std::memcpy(&bits, static_cast<const uint8_t*>(scores) + i * static_cast<int64_t>(sizeof(Key)), sizeof(Key));
+    const Key bits = value_at<Key>(scores, i);
     size = bits & std::numeric_limits<Key>::max();
     return bits < 0 ? static_cast<Key>(-size) : bits;
 }
@@ -228,12 +227,13 @@ bool limit(const GroupLimit& g, RouterSpace& space, int64_t n) {
 }
 
 // z of a row's logits, and whether some are masked; false for values that no router takes.
-bool prepare(const float* logits, const Router& r, float* z, int64_t n, bool& masked) {
+bool prepare(const void* logits, const Router& r, float* z, int64_t n, bool& masked) {
     bool good = true, some = false;
     const float most = r.score == Score::softmax ? std::numeric_limits<float>::max() : kInfinity;
     for (int64_t i = 0; i < n; ++i) {
-        const bool out = logits[i] == -kInfinity;
-        const float scaled = out ? -std::numeric_limits<float>::max() : logits[i] * r.logit_scale;
+        const float logit = value_at<float>(logits, i);
+        const bool out = logit == -kInfinity;
+        const float scaled = out ? -std::numeric_limits<float>::max() : logit * r.logit_scale;
         some |= out;
         good &= std::fabs(scaled) <= most;  // false for NaN
         z[i] = scaled;
@@ -242,14 +242,14 @@ bool prepare(const float* logits, const Router& r, float* z, int64_t n, bool& ma
     return good;
 }
 
-bool route_row(const float* logits, const Router& r, RouterSpace& space, int64_t n, int64_t* ids, float* weights) {
+bool route_row(const void* logits, const Router& r, RouterSpace& space, int64_t n, int64_t* ids, float* weights) {
     float *z = space.z.data(), *choice = space.choice.data();
     bool masked;
     if (!prepare(logits, r, z, n, masked)) return false;
     if (!r.select_on_logits) score(r.score, z, n);
-    for (int64_t i = 0; i < n; ++i) choice[i] = r.correction ? z[i] + r.correction[i] : z[i];
+    for (int64_t i = 0; i < n; ++i) choice[i] = r.correction ? z[i] + value_at<float>(r.correction, i) : z[i];
     for (int64_t i = 0; masked && i < n; ++i)
-        if (logits[i] == -kInfinity) choice[i] = -kInfinity;
+        if (value_at<float>(logits, i) == -kInfinity) choice[i] = -kInfinity;
     if (r.groups.num_groups > 1 && !limit(r.groups, space, n)) return false;
     if (!space.experts.largest(choice, n, r.top_k, ids)) return false;
     for (int64_t k = 0; k < r.top_k; ++k) weights[k] = z[ids[k]];
@@ -275,11 +275,12 @@ bool topk(const Scores& scores, int64_t k, int64_t* indices, int num_threads) {
 bool route(const Scores& logits, const Router& router, int64_t* ids, float* weights, int num_threads) {
     const int64_t n = logits.num_experts, k = router.top_k;
     for (int64_t i = 0; router.correction && i < n; ++i)
-        if (!(std::fabs(router.correction[i]) < kInfinity)) return false;
-    const auto* data = static_cast<const float*>(logits.data);
+        if (!(std::fabs(value_at<float>(router.correction, i)) < kInfinity)) return false;
+    const auto* data = static_cast<const uint8_t*>(logits.data);
+    const int64_t row_bytes = logits.stride * static_cast<int64_t>(sizeof(float));
     const auto make = [&] { return RouterSpace(n, router); };
     return each_row(logits, num_threads, make, [&](RouterSpace& space, int64_t t) {
-        return route_row(data + t * logits.stride, router, space, n, ids + t * k, weights + t * k);
+        return route_row(data + t * row_bytes, router, space, n, ids + t * k, weights + t * k);
     });
 }
 

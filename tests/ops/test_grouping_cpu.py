@@ -50,9 +50,10 @@ def test_any_ids(data, num_experts, top_k, block_size):
     check(torch.tensor(rows, dtype=dtype).reshape(len(rows), top_k), num_experts, block_size)
 
 
-def test_ids_that_are_not_contiguous():
+def test_ids_that_are_not_contiguous_or_lie_at_an_odd_address():
     ids = torch.randint(-1, 9, (40, 6))
-    for view in (ids.t(), ids[::2, 1:4], ids[:1].expand(5, -1), ids.int().t()):
+    odd = torch.frombuffer(bytearray(1) + bytearray(ids.numpy().tobytes()), dtype=torch.int64, offset=1).view(40, 6)
+    for view in (odd, ids.t(), ids[::2, 1:4], ids[:1].expand(5, -1), ids.int().t()):
         check(view, 9)
 
 

@@ -83,6 +83,8 @@ def test_many_tokens_on_several_threads_and_rows_apart():
     for logits in (wide, wide[:, 10:74], wide.t(), wide[:1].expand(9, -1)):
         check(logits, 7, "softmax-renormalized")
         check(logits, 7, "sigmoid", torch.randn(logits.shape[1], dtype=torch.float64))
+    odd = torch.frombuffer(bytearray(1) + bytearray(wide.numpy().tobytes()), dtype=torch.float32, offset=1)
+    check(odd[100:].view(-1, 100), 7, "softmax", odd[:100])
 
 
 @pytest.mark.parametrize(
