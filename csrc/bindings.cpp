@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings_routing.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -195,4 +196,5 @@ NB_MODULE(_native, m) {
     m.def("use_table", &use_table);
     m.def("expert_mlp", &run);
     m.def("isas", &isas);
+    register_routing(m);
 }

@@ -81,6 +81,8 @@ def parse_strategy(strategy: str, operation: str = "expert_mlp") -> tuple[str, i
     Raises:
         InvalidInputError: not a strategy, or a block size that is not a positive integer.
     """
+    if strategy == "auto":
+        return strategy, None
     name, _, size = strategy.partition("-") if isinstance(strategy, str) else ("", "", "")
     if name in (*STRATEGIES, "auto") and (not size or (name == "blockwise" and size.isdigit() and int(size) > 0)):
         return name, int(size) if size else None
