@@ -116,6 +116,8 @@ def _no_layer(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None
         return "it cannot call a Python function, and the activation or the output norm is one"
     if routing.top_k > _MOST_SLOTS:
         return f"it takes at most {_MOST_SLOTS} slots a token, not {routing.top_k}"
+    if weights.row_format != "float":
+        return f"it multiplies rows of floats, not of {weights.row_format}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
         reason = _no_weights(name, stored)
         if reason is not None:

@@ -1,0 +1,55 @@
+"""Rows as int8: how far results may be apart where a value between the products lies next to a rounding boundary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moestro import ExpertWeights, Routing, reference
+from moestro.formats import FORMATS, INTEGERS
+from tolerances import tolerance
+
+INTEGER_FORMATS = [name for name, form in FORMATS.items() if form.element in INTEGERS]
+
+
+def rounded(weights: ExpertWeights) -> ExpertWeights:
+    """The same experts, with rows as int8."""
+    return replace(weights, row_format="int8")
+
+
+def slack(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """How much of each output [T, H] hangs on values between the products whose rounding float32 does not decide.
+
+    Sums in another order move such a value by less than the tolerance of its row; where that may cross the middle
+    between two integers, one unit of the row's scale may come or go, times the weight that meets it.
+    """
+    unsure = 127 * tolerance(torch.float32).worst
+    found = torch.zeros(x.shape, dtype=torch.float64)
+    for t, k in (routing.expert_ids >= 0).nonzero().tolist():
+        e, w = int(routing.expert_ids[t, k]), routing.routing_weights[t, k].double()
+        row = x[t : t + 1].double()
+        h = reference.product(row * w if routing.weight_on == "input" else row, weights.gate_up, e, "int8")
+        if weights.gate_up_bias is not None:
+            h = h + weights.gate_up_bias[e].double()
+        a = reference.activate(h, weights.activation)
+        s = a.abs().amax() / 127 if a.numel() else a.new_zeros(())
+        units = a / s
+        near = ((units - units.floor() - 0.5).abs() < unsure) & (s > 0)
+        lost = (reference.matrix(weights.down, e, torch.float64).abs() * near).sum(1) * s
+        found[t] += lost if routing.weight_on == "input" else lost * w.abs()
+    return found
+
+
+def assert_rounds(actual: Tensor, x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+    """Fail unless a float32 result is that of the definition, up to float32 sums and `slack`."""
+    assert actual.dtype == torch.float32
+    expected = reference.expert_mlp(x.double(), routing, weights)
+    finite = torch.isfinite(expected)
+    assert torch.equal(torch.isfinite(actual), finite)
+    assert torch.equal(actual[~finite].isnan(), expected[~finite].isnan())
+    if finite.any():
+        error = torch.where(finite, actual.double() - expected, 0.0).abs() - slack(x, routing, weights).nan_to_num()
+        bound = float(expected[finite].abs().max()) * tolerance(torch.float32).worst
+        assert float(error.max()) <= bound, f"{float(error.max()):.3g} over {bound:.3g}"
