@@ -26,7 +26,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-ENGINE = next((f"cpu-{isa.name}" for isa in ISAS if isa.runs_here and not isa.multiplies_bfloat16), "torch")
+_FLOATS = (isa for isa in ISAS if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16)
+ENGINE = next((f"cpu-{isa.name}" for isa in _FLOATS), "torch")
 FOUR_PARTS = re.compile(r"\[\w[\w. ]*\] got .+; needs .+\. .+\.")
 
 

@@ -27,18 +27,20 @@ def slack(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """
     unsure = 127 * tolerance(torch.float32).worst
     found = torch.zeros(x.shape, dtype=torch.float64)
-    for t, k in (routing.expert_ids >= 0).nonzero().tolist():
-        e, w = int(routing.expert_ids[t, k]), routing.routing_weights[t, k].double()
-        row = x[t : t + 1].double()
-        h = reference.product(row * w if routing.weight_on == "input" else row, weights.gate_up, e, "int8")
+    for e in routing.expert_ids.unique().tolist():
+        tokens, slots = (routing.expert_ids == e).nonzero(as_tuple=True)
+        if e < 0 or len(tokens) == 0:
+            continue
+        w, on_input = routing.routing_weights[tokens, slots, None].double(), routing.weight_on == "input"
+        rows = x[tokens].double()
+        h = reference.product(rows * w if on_input else rows, weights.gate_up, e, "int8")
         if weights.gate_up_bias is not None:
             h = h + weights.gate_up_bias[e].double()
         a = reference.activate(h, weights.activation)
-        s = a.abs().amax() / 127 if a.numel() else a.new_zeros(())
-        units = a / s
-        near = ((units - units.floor() - 0.5).abs() < unsure) & (s > 0)
-        lost = (reference.matrix(weights.down, e, torch.float64).abs() * near).sum(1) * s
-        found[t] += lost if routing.weight_on == "input" else lost * w.abs()
+        s = a.abs().amax(1, keepdim=True) / 127
+        near = ((a / s - (a / s).floor() - 0.5).abs() < unsure) & (s > 0)
+        lost = (near.double() @ reference.matrix(weights.down, e, torch.float64).abs().T) * s
+        found.index_add_(0, tokens, lost if on_input else lost * w.abs())
     return found
 
 

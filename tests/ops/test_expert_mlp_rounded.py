@@ -210,9 +210,8 @@ def test_no_gradient_is_given_and_none_is_zero_in_silence():
         moestro.expert_mlp(x.clone().requires_grad_(), still, weights)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int4-g32-zp"])
-def test_in_a_graph(name):
-    x, sizes, weights = layer(name)
+def test_in_a_graph():
+    x, sizes, weights = layer("int4-g32-zp")
     for stored in (weights, apart(weights)):
         experts, routing = Experts.from_weights(stored), problems.routing(sizes)
         experts.requires_grad_(False)

@@ -27,6 +27,7 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid"
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _NONE = (0, 0, 0)
 _MOST_SLOTS = 256
+_MOST_ROUNDED_COLUMNS = 1 << 17
 TOKEN_BLOCK = 96
 """Token rows that meet a range of weights before the next rows do; "blockwise-N" sets fewer."""
 
@@ -37,9 +38,21 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
         native.reason(isa)
         or _no_tensors(x, routing, weights)
         or _no_layer(x, routing, weights)
+        or _no_rows(isa, weights)
         or _dtype(isa, x, routing, weights)
         or _wide(x, routing, weights)
     )
+
+
+def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
+    if weights.row_format == "float":
+        return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
+    if not isa.multiplies_integers:
+        return "it multiplies rows of floats only, and these are to be rounded to int8"
+    columns = max(weights.hidden_size, weights.intermediate_size)
+    if columns > _MOST_ROUNDED_COLUMNS:
+        return f"it adds products of int8 in 32 bits, {_MOST_ROUNDED_COLUMNS} of a row at most, and here are {columns}"
+    return None
 
 
 def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
@@ -116,8 +129,6 @@ def _no_layer(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None
         return "it cannot call a Python function, and the activation or the output norm is one"
     if routing.top_k > _MOST_SLOTS:
         return f"it takes at most {_MOST_SLOTS} slots a token, not {routing.top_k}"
-    if weights.row_format != "float":
-        return f"it multiplies rows of floats, not of {weights.row_format}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
         reason = _no_weights(name, stored)
         if reason is not None:
@@ -173,6 +184,7 @@ def run(
         (_bias(biases[0]), _bias(biases[1])),
         _activation(weights.activation),
         (out.data_ptr(), _FLOATS[x.dtype]),
+        weights.row_format == "int8",
     )
     return out
 
