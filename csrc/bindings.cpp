@@ -135,7 +135,7 @@ template <class Id> void check_ids(const Call& call, const Stored& gate_up, cons
 
 void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int64_t, int64_t, int64_t> sizes, const Array& x, const RoutingArgs& routing,
          const Stored& gate_up, const Stored& down, const std::tuple<Array, Array>& biases, const ActivationArgs& activation,
-         std::tuple<uint64_t, int> out) {
+         std::tuple<uint64_t, int> out, bool rounded) {
     need(isa >= 0 && isa < kNumIsas && kIsas[isa]->runs_here(), "an instruction set that this processor lacks");
     need(num_threads > 0 && num_threads <= kMostThreads, "a number of threads out of range");
     Call call;
@@ -161,6 +161,12 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     call.out_dtype = float_type(std::get<1>(out));
     std::tie(call.all_experts, call.token_block) = strategy;
     call.num_threads = num_threads;
+    call.rounded = rounded;
+    need(rounded ? kIsas[isa]->rounded != nullptr : kIsas[isa]->four_rows != nullptr, "rows that this instruction set does not multiply");
+    for (const Projection* p : {&call.gate_up, &call.down}) {
+        need(!rounded || is_nibble(p->element) || (p->element == Element::i8 && p->group_columns == 0), "rounded rows and weights that are no integers");
+        need(!rounded || p->columns <= kMostRoundedColumns, "rounded rows of so many columns that sums may leave 32 bits");
+    }
     need(down.projection.rows == call.hidden_size, "a down projection that does not lead back to the hidden size");
     need(gate_up.projection.rows == call.intermediate_size * (a.gated ? 2 : 1), "projections that do not belong together");
     const auto is_bf16 = [](const Projection& p) { return p.element == Element::bf16; };
@@ -184,7 +190,8 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
 
 nb::list isas() {
     nb::list found;
-    for (int i = 0; i < kNumIsas; ++i) found.append(nb::make_tuple(kIsas[i]->name, kIsas[i]->needs, kIsas[i]->runs_here(), kIsas[i]->lanes, kIsas[i]->tiles != nullptr));
+    for (int i = 0; i < kNumIsas; ++i) found.append(nb::make_tuple(kIsas[i]->name, kIsas[i]->needs, kIsas[i]->runs_here(), kIsas[i]->lanes, kIsas[i]->tiles != nullptr,
+                                                                      kIsas[i]->four_rows != nullptr, kIsas[i]->rounded != nullptr));
     return found;
 }
 

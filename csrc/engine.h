@@ -83,6 +83,7 @@ struct Call {
     Activation activation;
     void* out = nullptr;  // contiguous [T, H]
     Element out_dtype = Element::f32;
+    bool rounded = false;      // rows are rounded to 8 bits before each product
     bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
     int64_t token_block = 96;  // token rows that meet a range of weights before the next ones
     int num_threads = 1;
@@ -135,6 +136,18 @@ constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256
 // Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
 constexpr int64_t tile_scratch_bytes(int64_t columns) { return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64); }
 
+// Rows of 8-bit integers, each with one scale (docs/reference/expert_weights.md), and their products with weights that are
+// integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the weights.
+struct RoundedOps {
+    int64_t (*row_floats)(Element weights, int64_t columns);
+    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN.
+    void (*round_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
+    // As Isa::four_rows; `scratch` has `scratch_floats(columns)`.
+    void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
+    int64_t (*scratch_floats)(int64_t columns);
+};
+constexpr int64_t kMostRoundedColumns = 1 << 17;  // so many products of two signed bytes cannot leave 32 bits
+
 // What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
 // which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.
 struct Isa {
@@ -151,6 +164,7 @@ struct Isa {
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
     void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
     const TileOps* tiles;  // null, or what replaces four_rows; then x and both projections are bfloat16
+    const RoundedOps* rounded = nullptr;  // null where it has none; four_rows is null where it has nothing else
 };
 
 // Four rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.

@@ -6,7 +6,7 @@ namespace moestro {
 extern const Isa kAmx;
 #endif
 #if defined(__x86_64__)
-extern const Isa kAvx512, kAvx2;
+extern const Isa kAvx512Vnni, kAvx512, kAvx2;
 #endif
 extern const Isa kPortable;
 
@@ -15,7 +15,7 @@ const Isa* const kIsas[] = {
     &kAmx,
 #endif
 #if defined(__x86_64__)
-    &kAvx512, &kAvx2,
+    &kAvx512Vnni, &kAvx512, &kAvx2,
 #endif
     &kPortable};
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);

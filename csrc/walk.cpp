@@ -25,6 +25,7 @@ namespace {
 
 constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
 constexpr int64_t kChunk = 64;             // intermediate columns between activations
+constexpr int64_t kRoundedAtOnce = 8;      // rows of h
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
 constexpr int64_t kSmallestRange = 64 << 10;   // bytes of weights, or as much arithmetic
 constexpr int64_t kRangesPerThread = 24;
@@ -39,7 +40,7 @@ struct Range {
 class Walk {
 public:
     Walk(const Isa& isa, const Call& call, int64_t first_token, int64_t num_tokens)
-        : isa_(isa), call_(call), first_token_(first_token), num_tokens_(num_tokens),
+        : isa_(isa), rounded_(call.rounded ? isa.rounded : nullptr), call_(call), first_token_(first_token), num_tokens_(num_tokens),
           x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
           h_layout_(call.down.element, call.intermediate_size, isa.lanes),
           token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)), rows_(call, first_token, num_tokens) {
@@ -106,23 +107,26 @@ private:
             if (i > 0) add(i - 1, true);
         }
         if (!rows_.active.empty()) add(rows_.active.size() - 1, true);
-        finished_ = std::make_unique<std::atomic<int64_t>[]>(rows_.active.size());
-        for (size_t i = 0; i < rows_.active.size(); ++i) finished_[i].store(0, std::memory_order_relaxed);
+        progress_ = std::make_unique<Progress[]>(rows_.active.size());
     }
 
     bool x_is_ready() const {
         // Of many rows, a copy whose rows do not share cache sets is faster.
-        return num_tokens_ <= 32 && !call_.weight_on_input && call_.x.dtype == Element::f32 && !x_layout_.nibbles && x_layout_.padded == call_.hidden_size;
+        return !rounded_ && num_tokens_ <= 32 && !call_.weight_on_input && call_.x.dtype == Element::f32 && !x_layout_.nibbles && x_layout_.padded == call_.hidden_size;
     }
     int64_t num_x_rows() const { return call_.weight_on_input ? rows_.num_rows : x_is_ready() ? 0 : num_tokens_; }
 
     void lay_out() {
-        const int64_t x_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.hidden_size) : num_x_rows() * x_layout_.stride();
-        const int64_t h_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.intermediate_size) : rows_.num_rows * h_layout_.stride();
+        x_stride_ = rounded_ ? round_up(rounded_->row_floats(call_.gate_up.element, call_.hidden_size), 16) : x_layout_.stride();
+        h_stride_ = rounded_ ? round_up(rounded_->row_floats(call_.down.element, call_.intermediate_size), 16) : h_layout_.stride();
+        const int64_t x_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.hidden_size) : num_x_rows() * x_stride_;
+        const int64_t h_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.intermediate_size) : rows_.num_rows * h_stride_;
         y_stride_ = round_up(call_.hidden_size, 16) + 16;
-        x_ = arena().reserve(x_floats + h_floats + rows_.num_rows * y_stride_);
+        wide_stride_ = round_up(call_.intermediate_size, 16);
+        x_ = arena().reserve(x_floats + h_floats + rows_.num_rows * (y_stride_ + (rounded_ ? wide_stride_ : 0)));
         h_ = x_ + x_floats;
         y_ = h_ + h_floats;
+        wide_h_ = y_ + rows_.num_rows * y_stride_;
         if (isa_.tiles) {
             for (const Active& a : rows_.active) {
                 const int64_t block = 16 * a.tile_width(), last = (call_.intermediate_size - 1) / 32 * block;
@@ -131,14 +135,14 @@ private:
             }
             return;
         }
-        if (h_layout_.padded != h_layout_.columns)
+        if (!rounded_ && h_layout_.padded != h_layout_.columns)
             for (int64_t r = 0; r < rows_.num_rows; ++r) h_layout_.clear_padding(h_ + r * h_layout_.stride());
         tokens_.resize(static_cast<size_t>(rows_.num_rows));
         for (int64_t r = 0; r < rows_.num_rows; ++r) {
             const int64_t token = rows_.token[r];
-            tokens_[r] = call_.weight_on_input ? x_ + r * x_layout_.stride()
+            tokens_[r] = call_.weight_on_input ? x_ + r * x_stride_
                          : x_is_ready()        ? static_cast<const float*>(call_.x.data) + (first_token_ + token) * call_.x.stride
-                                               : x_ + token * x_layout_.stride();
+                                               : x_ + token * x_stride_;
         }
     }
 
@@ -174,7 +178,13 @@ private:
         const float factor = call_.weight_on_input ? rows_.factor[i] : 1.0f;
         const int64_t size = call_.x.dtype == Element::f32 ? 4 : 2;
         const auto* from = static_cast<const uint8_t*>(call_.x.data) + token * call_.x.stride * size;
-        float* to = x_ + i * x_layout_.stride();
+        float* to = x_ + i * x_stride_;
+        if (rounded_) {
+            float* row = scratch().reserve(call_.hidden_size);
+            isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, row);
+            rounded_->round_row(call_.gate_up.element, call_.hidden_size, call_.gate_up.group_columns, row, to);
+            return;
+        }
         if (!x_layout_.nibbles) {
             isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, to);
         } else {
@@ -194,14 +204,14 @@ private:
     void take_all() {
         const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
         // What four_rows needs, the sums of a block of tokens, and both halves before the activation.
-        const int64_t panel = scratch_floats(widest, kTokenBlock), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
+        const int64_t panel = std::max(scratch_floats(widest, kTokenBlock), rounded_ ? rounded_->scratch_floats(widest) : 0), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
         float* room = scratch().reserve(std::max(panel + sums + 2 * half, tile_scratch_bytes(widest) / 4));
         while (true) {
             const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
             if (i >= static_cast<int64_t>(ranges_.size())) return;
             const Range& range = ranges_[i];
             const Active& active = rows_.active[range.expert];
-            if (range.down) wait_for(range.expert, active.num_ranges);
+            if (range.down) wait_for_h(range.expert);
             if (isa_.tiles) {
                 const int64_t last = active.first_tile + active.num_tiles(), block = (token_block_ + 15) / 16;
                 for (int64_t t = active.first_tile; t < last; t += block) {
@@ -216,12 +226,29 @@ private:
                 for (int64_t r = 0; r < active.num_rows; r += token_block_)
                     gate_up(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
             }
-            if (!range.down) finished_[range.expert].fetch_add(1, std::memory_order_release);
+            if (!range.down) progress_[range.expert].ranges.fetch_add(1, std::memory_order_release);
         }
     }
 
-    void wait_for(int32_t expert, int64_t num_ranges) {
-        for (int spins = 0; finished_[expert].load(std::memory_order_acquire) < num_ranges; ++spins) {
+    // Rows of h are whole once all ranges of gate_up are done; whoever comes then rounds those that nobody has taken.
+    void wait_for_h(int32_t expert) {
+        const Active& active = rows_.active[expert];
+        Progress& progress = progress_[expert];
+        wait_for(progress.ranges, active.num_ranges);
+        if (!rounded_) return;
+        while (true) {
+            const int64_t first = progress.taken.fetch_add(kRoundedAtOnce, std::memory_order_relaxed);
+            const int64_t last = std::min(first + kRoundedAtOnce, active.num_rows);
+            if (first >= last) break;
+            for (int64_t r = active.first_row + first; r < active.first_row + last; ++r)
+                rounded_->round_row(call_.down.element, call_.intermediate_size, call_.down.group_columns, wide_h_ + r * wide_stride_, h_ + r * h_stride_);
+            progress.rounded.fetch_add(last - first, std::memory_order_release);
+        }
+        wait_for(progress.rounded, active.num_rows);
+    }
+
+    static void wait_for(const std::atomic<int64_t>& count, int64_t wanted) {
+        for (int spins = 0; count.load(std::memory_order_acquire) < wanted; ++spins) {
 #if defined(__x86_64__)
             _mm_pause();
 #endif
@@ -251,6 +278,10 @@ private:
         return found;
     }
 
+    void multiply(const FourRows& rows, const float* const* x, int64_t m, float* sums, float* panel) const {
+        (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, x, m, sums, panel);
+    }
+
     void add_bias(const FloatArray& bias, int64_t expert, const int64_t* at, int64_t m, float* sums) const {
         if (!bias.data) return;
         float values[4];
@@ -277,7 +308,7 @@ private:
                     const int64_t column = std::min(i + j % step, stop - 1), is_up = j / step;
                     at[j] = act.interleaved ? 2 * column + is_up : column + is_up * inner;
                 }
-                isa_.four_rows(rows_of(call_.gate_up, active.expert, at, act.interleaved ? 4 : step), x, m, sums, panel);
+                multiply(rows_of(call_.gate_up, active.expert, at, act.interleaved ? 4 : step), x, m, sums, panel);
                 add_bias(call_.gate_up_bias, active.expert, at, m, sums);
                 const int64_t n = std::min(step, stop - i);
                 for (int64_t t = 0; t < m; ++t)
@@ -288,18 +319,20 @@ private:
             }
             for (int64_t t = 0; t < m; ++t) {
                 isa_.activate(act, stop - c, gate + t * kChunk, up + t * kChunk);
-                h_layout_.place(gate + t * kChunk, c, stop - c, h_ + (active.first_row + first + t) * h_layout_.stride());
+                const int64_t row = active.first_row + first + t;
+                if (rounded_) std::memcpy(wide_h_ + row * wide_stride_ + c, gate + t * kChunk, static_cast<size_t>(stop - c) * sizeof(float));
+                else h_layout_.place(gate + t * kChunk, c, stop - c, h_ + row * h_stride_);
             }
         }
     }
 
     void down(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
         const float* h[kTokenBlock];
-        for (int64_t t = 0; t < m; ++t) h[t] = h_ + (active.first_row + first + t) * h_layout_.stride();
+        for (int64_t t = 0; t < m; ++t) h[t] = h_ + (active.first_row + first + t) * h_stride_;
         for (int64_t i = range.first; i < range.last; i += 4) {
             int64_t at[4];
             for (int64_t j = 0; j < 4; ++j) at[j] = std::min(i + j, range.last - 1);
-            isa_.four_rows(rows_of(call_.down, active.expert, at, 4), h, m, sums, panel);
+            multiply(rows_of(call_.down, active.expert, at, 4), h, m, sums, panel);
             add_bias(call_.down_bias, active.expert, at, m, sums);
             const int64_t n = std::min<int64_t>(4, range.last - i);
             for (int64_t t = 0; t < m; ++t)
@@ -395,18 +428,25 @@ private:
         isa_.combine(rows, weights, call_.top_k, call_.hidden_size, out, call_.out_dtype);
     }
 
+    // Of an expert: ranges of gate_up that are done, and rows of h taken for rounding, and rounded.
+    struct Progress {
+        std::atomic<int64_t> ranges{0}, taken{0}, rounded{0};
+    };
+
     const Isa& isa_;
+    const RoundedOps* const rounded_;
     const Call& call_;
     const int64_t first_token_, num_tokens_;
     const Layout x_layout_, h_layout_;
     const int64_t token_block_;
     Rows rows_;
-    int64_t y_stride_ = 0;
+    int64_t x_stride_ = 0, h_stride_ = 0, y_stride_ = 0, wide_stride_ = 0;
     std::vector<Range> ranges_;
     std::vector<const float*> tokens_;
-    std::unique_ptr<std::atomic<int64_t>[]> finished_;
+    std::unique_ptr<Progress[]> progress_;
     std::atomic<int64_t> next_{0};
     float *x_ = nullptr, *h_ = nullptr, *y_ = nullptr;
+    float* wide_h_ = nullptr;  // of rows that are to be rounded
 };
 
 }  // namespace
@@ -414,7 +454,8 @@ private:
 void expert_mlp(const Isa& isa, const Call& call) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
     const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
-    const int64_t per_token = 4 * (rows * (call.intermediate_size + call.hidden_size + 192) + x_rows * (call.hidden_size + 128));
+    const int64_t h_floats = call.intermediate_size * (call.rounded ? 2 : 1) + 96;
+    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * (call.hidden_size + 128));
     const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
     for (int64_t t = 0; t < call.num_tokens; t += most) {
         Walk walk(isa, call, t, std::min(most, call.num_tokens - t));

@@ -121,6 +121,8 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     stored = (weights.gate_up, weights.down)
     names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
+    if weights.row_format != "float":
+        return f"{text}, multiplied as integers: rows are rounded to {weights.row_format}"
     if all(s.format.is_dense for s in stored):
         return text
     if chosen is not None and chosen.startswith("cpu-"):

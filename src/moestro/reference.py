@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moestro.formats import StoredExperts, dequantize
-from moestro.types import EMPTY, Activation, Routing
+from moestro.formats import StoredExperts, dequantize, integers
+from moestro.types import EMPTY, Activation, Routing, RowFormat
 from moestro.weights import ExpertWeights
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,12 +50,49 @@ def matrix(stored: StoredExperts, e: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([dequantize(block, dtype) for block in stored.blocks(e)])
 
 
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [R, K] as 8-bit integers and one float32 scale each: integers [R, K] within +-127, scales [R, 1].
+
+    s = max |x| / 127 and q = the integer nearest to x / s, ties to even, all in float32. Where s is 0, so is q; a row
+    with NaN or infinity has the scale NaN.
+    """
+    x = x.float()
+    if x.shape[1] == 0:
+        return x, x.new_zeros(x.shape[0], 1)
+    s = x.abs().amax(1, keepdim=True) / 127
+    usable = (s > 0) & torch.isfinite(s)
+    q = torch.where(usable, (x / s).round().clamp(-127, 127), 0)
+    return q, torch.where(torch.isfinite(s), s, torch.nan)
+
+
+def product(x: Tensor, stored: StoredExperts, e: int, rows: RowFormat) -> Tensor:
+    """Rows x [R, K] times expert e's matrix [N, K], transposed -> [R, N], in the dtype of x.
+
+    Rows as int8: in float64 the sum of a group of weights that share a scale is exact, and one scale of the weights and
+    one of the row are all that meets it.
+    """
+    if rows == "float":
+        return x @ matrix(stored, e, x.dtype).T
+    q, s = round_rows(x)
+    parts = []
+    for block in stored.blocks(e):
+        values, steps = integers(block)
+        sums = x.new_zeros(x.shape[0], block.shape[0])
+        size = -(-values.shape[1] // max(steps.shape[1], 1))
+        for g in range(steps.shape[1]):
+            columns = slice(g * size, (g + 1) * size)
+            exact = q[:, columns].double() @ values[:, columns].double().T
+            sums = sums + exact.to(x.dtype) * steps[:, g].to(x.dtype)
+        parts.append(sums)
+    return torch.cat(parts, dim=1) * s.to(x.dtype)
+
+
 def one_expert(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
     """E_e(x) for rows x [R, H] -> [R, H], in the dtype of x."""
-    h = x @ matrix(weights.gate_up, e, x.dtype).T
+    h = product(x, weights.gate_up, e, weights.row_format)
     if weights.gate_up_bias is not None:
         h = h + weights.gate_up_bias[e].to(x.dtype)
-    y = activate(h, weights.activation) @ matrix(weights.down, e, x.dtype).T
+    y = product(activate(h, weights.activation), weights.down, e, weights.row_format)
     if weights.down_bias is not None:
         y = y + weights.down_bias[e].to(x.dtype)
     return y if weights.output_norm is None else weights.output_norm(y)

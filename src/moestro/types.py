@@ -23,6 +23,9 @@ EMPTY = -1
 
 WeightOn = Literal["output", "input"]
 
+RowFormat = Literal["float", "int8"]
+"""How rows meet weights: as they are, or rounded to 8-bit integers with one scale a row (`moestro.reference`)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:

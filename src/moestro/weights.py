@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moestro import formats
-from moestro.errors import invalid_input
-from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
+from moestro.errors import invalid_input, unsupported
+from moestro.formats import INTEGERS, PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
-from moestro.types import SWIGLU, Activation, register_pytree
+from moestro.types import SWIGLU, Activation, RowFormat, register_pytree
 
 OutputNorm = Callable[[Tensor], Tensor]
 
@@ -30,9 +30,11 @@ class ExpertWeights:
         down_bias: [E, H], or None.
         activation: what stands between the two matmuls.
         output_norm: applied to each expert's output row [..., H] before it is weighted, or None.
+        row_format: "float", or "int8" to round rows before each of the two products, so that integers are multiplied.
 
     Raises:
-        InvalidInputError: the shapes do not belong together, or lie on several devices.
+        InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown row format.
+        UnsupportedError: rows as int8 and weights that are no integers.
     """
 
     gate_up: StoredExperts
@@ -41,6 +43,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     activation: Activation = field(default=SWIGLU)
     output_norm: OutputNorm | None = None
+    row_format: RowFormat = "float"
 
     def __post_init__(self) -> None:
         e, n, h = self.gate_up.shape
@@ -69,6 +72,7 @@ class ExpertWeights:
                 needs="one device",
                 fix="Move the layer with .to(device).",
             )
+        check_row_format(self.row_format, (self.gate_up.format, self.down.format), "ExpertWeights")
 
     @classmethod
     def from_dense(
@@ -82,7 +86,9 @@ class ExpertWeights:
         """Wrap ordinary floating-point tensors; nothing is copied. Shapes and errors as for the class."""
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
 
-    def quantize(self, format: str | WeightFormat, search: Search = "nearest") -> ExpertWeights:
+    def quantize(
+        self, format: str | WeightFormat, search: Search = "nearest", row_format: RowFormat | None = None
+    ) -> ExpertWeights:
         """The same experts in another format, stacked, each converted on its own; biases are kept as they are.
 
         A projection that is already one stack in the format is taken over, not copied. Packed experts are dequantised
@@ -91,17 +97,21 @@ class ExpertWeights:
         Args:
             format: a name of `moestro.formats.FORMATS` ("mxfp4"; dense ones too), or the format itself.
             search: how scales are chosen, "nearest" or "mse".
+            row_format: as the attribute; None keeps it.
 
         Raises:
             InvalidInputError: an unknown format, one that cannot store matrices of these sizes, or NaN or infinity in
                 the weights.
+            UnsupportedError: as for the class.
         """
         form = formats.find_format(format) if isinstance(format, str) else format
+        rows = self.row_format if row_format is None else row_format
+        check_row_format(rows, (form,), "quantize")
         gate_up, down = (
             quantize_experts(stored, form, search, name)
             for name, stored in (("gate_up", self.gate_up), ("down", self.down))
         )
-        return replace(self, gate_up=gate_up, down=down)
+        return replace(self, gate_up=gate_up, down=down, row_format=rows)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -125,6 +135,27 @@ class ExpertWeights:
     def bytes_per_expert(self) -> int:
         """Stored bytes that computing with one expert reads."""
         return sum(t.numel() * t.element_size() for t in self.tensors) // max(self.num_experts, 1)
+
+
+def check_row_format(row_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
+    """Check that rows of this format can be multiplied by weights of all these.
+
+    Raises:
+        InvalidInputError: not a row format.
+        UnsupportedError: rows as int8, and weights that are no integers.
+    """
+    if row_format == "float":
+        return
+    if row_format != "int8":
+        raise invalid_input(operation, got=f"rows as {row_format!r}", needs='"float" or "int8"', fix="Pick one.")
+    for form in stored:
+        if form.element not in INTEGERS:
+            raise unsupported(
+                operation,
+                got=f"rows as int8 and weights stored as {form.name}",
+                needs="weights that are integers: int8, int4, mxfp4, nvfp4 or fp4",
+                fix="Quantise them to one of these formats, or leave rows as float.",
+            )
 
 
 @torch.no_grad()
@@ -243,4 +274,4 @@ def _unchecked(cls: Any, **values: Any) -> Any:
 
 register_pytree(PackedTensor, static=("format",))
 register_pytree(SplitTensor)
-register_pytree(ExpertWeights, static=("activation", "output_norm"))
+register_pytree(ExpertWeights, static=("activation", "output_norm", "row_format"))

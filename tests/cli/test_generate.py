@@ -26,7 +26,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-ENGINE = next((f"cpu-{isa.name}" for isa in ISAS if isa.runs_here and not isa.multiplies_bfloat16), "torch")
+_FLOATS = (isa for isa in ISAS if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16)
+ENGINE = next((f"cpu-{isa.name}" for isa in _FLOATS), "torch")
 FOUR_PARTS = re.compile(r"\[\w[\w. ]*\] got .+; needs .+\. .+\.")
 
 
@@ -115,6 +116,13 @@ def test_a_format_is_said(model_folder: Path, tmp_path: Path) -> None:
     saved = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20")
     assert saved["stored_experts"] == ["int8, memory-mapped"]
     assert saved["text"] == found["text"]
+
+
+def test_activations_of_eight_bits(model_folder: Path) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "3", "--activation", "int8")
+    assert as_json(*options, "--format", "int8")["stored_experts"] == ["int8, in memory, rows as int8"]
+    refused(run(*options), "weights that are integers")
+    refused(run(*options[:-1], "int4", "--format", "int8"), '"float" or "int8"')
 
 
 def test_experts_beyond_half_of_the_free_memory_are_mapped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.conftest import SIZES, byte_tokenizer
 from moestro.bench.quality import windows
-from moestro.bench.quality_report import QualityReport, Row
+from moestro.bench.quality_report import QualityReport, Row, headline
 from moestro.errors import InvalidInputError, MoestroError
 from moestro.formats import FORMATS, dequantize, quantize
 from moestro.hf.corpus import read_corpus
@@ -177,6 +177,23 @@ def test_against_another_format(folder: Path, text: Path) -> None:
     assert same.divergence == 0.0
     assert other is not None
     assert other.divergence > 0.0
+
+
+def test_rows_as_int8_are_the_variants_and_not_the_baselines(folder: Path, text: Path) -> None:
+    wanted = variants(["int8"], all_formats=True)
+    exact, rounded = (
+        measure(folder, wanted, Options(text=text, activation=name))  # type: ignore[arg-type]
+        for name in ("float", "int8")
+    )
+    assert exact.as_json()["baseline"]["bits_per_byte"] == rounded.as_json()["baseline"]["bits_per_byte"]
+    assert rounded.as_json()["baseline"]["activation"] == "float"
+    before, after = exact.rows[0].change, rounded.rows[0].change
+    assert before is not None
+    assert after is not None
+    assert 0 < before.expert_error < after.expert_error < 5 * before.expert_error
+    assert {row.stored.activation for row in rounded.rows if row.stored} == {"int8"}
+    assert all("weights that are integers" in str(row.reason) for row in rounded.rows if row.format == "bfloat16")
+    assert "rows as int8" in headline(rounded)[2]
 
 
 def test_which_variants() -> None:

@@ -21,8 +21,9 @@ from tolerances import assert_close, bit_equal
 
 from . import problems
 
-RUNNING = [isa for isa in native.ISAS if isa.runs_here and not isa.multiplies_bfloat16]
+RUNNING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16]
 TILED = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_bfloat16]
+ROUNDING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_integers]
 STORED = [name for name in FORMATS if name != "float64"]
 STRATEGIES = ("grouped", "selective", "blockwise-1", "blockwise-5", "blockwise-96", "all_experts")
 
@@ -31,6 +32,7 @@ PACKAGE = Path(moestro.__file__).parents[1]
 
 every_isa = pytest.mark.parametrize("isa", RUNNING, ids=lambda isa: isa.name)
 every_tiled_isa = pytest.mark.parametrize("isa", TILED, ids=lambda isa: isa.name)
+every_rounding_isa = pytest.mark.parametrize("isa", ROUNDING, ids=lambda isa: isa.name)
 needs_engine = pytest.mark.skipif(native.module is None, reason=str(native.problem))
 
 

@@ -26,13 +26,15 @@ STRIDES = (0, 1, 8, 64)
 PLACES = (
     "element", "scale", "rows", "columns", "group rows", "group columns", "addresses", "blocks", "experts", "expert",
     "matrices", "isa", "threads", "block", "tokens", "slots", "ids", "x", "x dtype", "routing", "bias dtype", "kind",
-    "out", "out dtype",
+    "out", "out dtype", "rounded", "integers",
 )  # fmt: skip
 
 seen: collections.Counter[str] = collections.Counter()
 
 
-def stored(pick: Callable[..., Any], draw: Callable[..., Any], shape: tuple[int, int], is_bfloat16: bool) -> Any:
+def stored(
+    pick: Callable[..., Any], draw: Callable[..., Any], shape: tuple[int, int], elements: tuple[int, ...]
+) -> Any:
     rows, columns = shape
 
     def addresses() -> tuple[int, ...]:
@@ -41,13 +43,17 @@ def stored(pick: Callable[..., Any], draw: Callable[..., Any], shape: tuple[int,
     def stride() -> int:
         return draw(st.sampled_from(STRIDES))
 
-    element = 2 if is_bfloat16 else draw(st.integers(0, 7))
+    element = draw(st.sampled_from(elements))
     made = native.module.stacked(
         (pick("element", element, CODES), pick("scale", 0 if element < 3 else draw(st.integers(1, 5)), CODES)),
         (pick("rows", rows, SIZES), pick("columns", columns, SIZES)),
         (
             pick("group rows", draw(st.sampled_from((0, 1, 2, 128))), (-1, 3)),
-            pick("group columns", draw(st.sampled_from((0, 16, 32))), (-16, 1, 3, 8, 24, 48)),
+            pick(
+                "group columns",
+                0 if element == 4 and 0 not in elements else draw(st.sampled_from((0, 16, 32))),
+                (-16, 1, 3, 8, 24, 48, 16),
+            ),
         ),
         (stride(), stride(), stride()),
         addresses(),
@@ -68,6 +74,8 @@ def stored(pick: Callable[..., Any], draw: Callable[..., Any], shape: tuple[int,
 def call(pick: Callable[..., Any], draw: Callable[..., Any]) -> None:
     inner, hidden, gated = draw(st.sampled_from((8, 32))), draw(st.sampled_from((8, 32))), draw(st.booleans())
     isa = draw(st.sampled_from([isa for isa in native.ISAS if isa.runs_here]))
+    rounded = isa.multiplies_integers and (not isa.multiplies_floats or draw(st.booleans()))
+    elements = (2,) if isa.multiplies_bfloat16 else pick("integers", (4, 5, 6, 7), ((0, 3),)) if rounded else range(8)
     for i in range(len(IDS)):
         IDS[i] = pick("ids", i % 2, (-2, -1, 3, 4, 1 << 31, -(1 << 62))) if i < 6 else -1
     native.module.expert_mlp(
@@ -90,8 +98,8 @@ def call(pick: Callable[..., Any], draw: Callable[..., Any]) -> None:
             pick("routing", WEIGHTS, (0,)),
             draw(st.booleans()),
         ),
-        stored(pick, draw, (inner * (2 if gated else 1), hidden), isa.multiplies_bfloat16),
-        stored(pick, draw, (hidden, inner), isa.multiplies_bfloat16),
+        stored(pick, draw, (inner * (2 if gated else 1), hidden), tuple(elements)),
+        stored(pick, draw, (hidden, inner), tuple(elements)),
         ((draw(st.sampled_from((BIAS, 0))), pick("bias dtype", 0, CODES), 8), (0, pick("bias dtype", 1, CODES), 0)),
         (
             pick("kind", draw(st.integers(0, 7)), CODES),
@@ -103,6 +111,7 @@ def call(pick: Callable[..., Any], draw: Callable[..., Any]) -> None:
             -1e30,
         ),
         (pick("out", OUT, (0,)), pick("out dtype", 0, CODES)),
+        pick("rounded", rounded, (not rounded,)),
     )
 
 

@@ -36,6 +36,7 @@ class Stored:
         dtype: of activations and of all other weights.
         bits_per_weight: of the experts, scales included, biases not.
         expert_bytes: of all of them.
+        activation: "int8" where rows are rounded before they meet experts, else "float".
     """
 
     format: str
@@ -43,6 +44,7 @@ class Stored:
     dtype: str
     bits_per_weight: float
     expert_bytes: int
+    activation: str = "float"
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "status": row.status,
         "reason": row.reason,
         "dtype": None if stored is None else stored.dtype,
+        "activation": None if stored is None else stored.activation,
         "bits_per_weight": None if stored is None else stored.bits_per_weight,
         "expert_bytes": None if stored is None else stored.expert_bytes,
         **_likelihood(None if change is None else change.likelihood),
@@ -199,7 +202,7 @@ def headline(report: QualityReport) -> list[str]:
     """Model, text and baseline, a line each."""
     model, text, stored = report.model, report.text, report.baseline
     sizes = f"H {model.hidden_size}, I {model.intermediate_size}, E {model.num_experts}"
-    dtypes = sorted({row.stored.dtype for row in report.measured if row.stored is not None})
+    dtypes = sorted({_computed(row.stored) for row in report.measured if row.stored is not None})
     return [
         f"model: {model.name} ({model.architecture}, {model.num_layers} expert layers, {sizes})",
         f"text: {text.name}: {_count(text.num_tokens, 'token')}, {_count(text.num_bytes, 'byte')}, "
@@ -207,6 +210,10 @@ def headline(report: QualityReport) -> list[str]:
         f"baseline: experts in {stored.format}, computed in {stored.dtype}; "
         f"variants computed in {', '.join(dtypes) or stored.dtype}",
     ]
+
+
+def _computed(stored: Stored) -> str:
+    return stored.dtype if stored.activation == "float" else f"{stored.dtype}, rows as {stored.activation}"
 
 
 def _count(number: int, noun: str) -> str:

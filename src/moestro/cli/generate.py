@@ -42,6 +42,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
     format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
+    activation: Annotated[
+        str, typer.Option(help="float, or int8 to round what meets the experts and multiply integers.")
+    ] = "float",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
@@ -52,6 +55,7 @@ def generate(
     model, a dense model, no tokenizer, an option out of range) ends with one line and exit code 2.
     """
     with refusals():
+        from moestro.hf import MoestroConfig
         from moestro.hf import generate as library
         from moestro.hf.text_model import load_text_model, quiet_transformers
 
@@ -62,7 +66,8 @@ def generate(
         with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
             request = (prompt, sampling, chat)
             check = partial(library.check_length, request=request)
-            text_model = load_text_model(model, dtype, device, strategy, check, format)
+            how = MoestroConfig(format, activation=activation)  # type: ignore[arg-type]
+            text_model = load_text_model(model, dtype, device, strategy, check, how)
             library.check(text_model, prompt, sampling, chat)
             if as_json:
                 found = library.generate(text_model, prompt, sampling, chat=chat)

@@ -1,7 +1,7 @@
 """Stored number systems as values. A format is data, never a flag, and never guessed."""
 
 from moestro.formats.base import PackedTensor, Scaling, SplitTensor, StoredExperts, WeightFormat
-from moestro.formats.decode import dequantize
+from moestro.formats.decode import INTEGERS, dequantize, integers
 from moestro.formats.dense import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dense
 from moestro.formats.encode import check_shape, quantize
 from moestro.formats.registry import FORMATS, find_format
@@ -12,6 +12,7 @@ __all__ = [
     "FLOAT32",
     "FLOAT64",
     "FORMATS",
+    "INTEGERS",
     "PackedTensor",
     "Scaling",
     "SplitTensor",
@@ -21,5 +22,6 @@ __all__ = [
     "dense",
     "dequantize",
     "find_format",
+    "integers",
     "quantize",
 ]

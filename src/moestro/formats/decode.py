@@ -55,6 +55,37 @@ def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tens
     return out
 
 
+INTEGERS = ("int8", "int4", "uint4", "e2m1")
+"""Elements whose values, or twice their values, are integers."""
+
+
+def integers(matrix: PackedTensor) -> tuple[Tensor, Tensor]:
+    """A matrix as integers and what each of them counts: their product is what `dequantize` returns.
+
+    Args:
+        matrix: [N, K] of a format whose element is in `INTEGERS`.
+
+    Returns:
+        Float32 [N, K] of whole numbers between -255 and 127 (zero points subtracted; of e2m1 twice the value), and
+        float32 [N, K / group] (one column for a scale a row).
+    """
+    assert matrix.scales is not None
+    steps = read_scales(matrix.scales)
+    if matrix.global_scales is not None:
+        steps = steps * matrix.global_scales
+    values = torch.empty(matrix.shape, dtype=torch.float32, device=matrix.device)
+    if matrix.format.element == "int8":
+        values.copy_(matrix.data)
+    elif values.numel():
+        write_nibbles(matrix.data, matrix.format.element, values)
+    if matrix.format.element == "e2m1":
+        values, steps = values.mul_(2.0), steps * 0.5
+    if matrix.zeros is not None and values.numel():
+        for weights, zeros in _over_blocks(values, matrix.zeros.to(torch.float32), matrix.format):
+            weights.sub_(zeros)
+    return values, steps
+
+
 def _write(matrix: PackedTensor, out: Tensor) -> None:
     height = panel_height(matrix.format, *out.shape)
     direct = out.dtype == torch.float32

@@ -20,6 +20,8 @@ from moestro.hf.families.base import Adapter, present
 from moestro.hf.low_precision import FP8, MXFP4
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
+from moestro.types import RowFormat
+from moestro.weights import check_row_format
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,7 +50,8 @@ class Served:
         module: its class.
         family: "experts interface", or the family whose adapter serves it.
         activation: the function between the matmuls ("custom" when it runs the module's own code).
-        layout: "K-contiguous", or "strided (reason)"; of stored experts "FORMAT, memory-mapped" or "FORMAT, in memory".
+        layout: "K-contiguous", or "strided (reason)"; of stored experts "FORMAT, memory-mapped" or "FORMAT, in memory",
+            with ", rows as int8" where integers are multiplied.
         strategy: the strategy it was asked for.
         stored: whether its experts are kept as a checkpoint stores them, and not as parameters.
     """
@@ -62,27 +65,31 @@ class Served:
     stored: bool = False
 
 
-def accelerate(model: Model, strategy: str = "auto") -> Model:
+def accelerate(model: Model, strategy: str = "auto", activation: RowFormat | None = None) -> Model:
     """Run the expert layers of a Transformers model with moestro, in place.
 
     Parameters keep their names, shapes, dtypes and values, so training, ``state_dict`` and ``save_pretrained`` go on as
     before; only the forward of each expert layer changes, and transposed weights are rearranged inside their own
-    storage. A second call changes nothing, or the strategy. Nothing is changed when an error is raised.
+    storage. A second call changes nothing, or strategy and activation. Nothing is changed when an error is raised.
 
     Args:
         model: any module that contains experts of Transformers' interface, or of Llama 4, DBRX, JetMoE,
             LongCat-Flash, Switch Transformers, NLLB-MoE, Doge or Step-3.7.
         strategy: as for `moestro.expert_mlp`: "auto" chooses by shape; "blockwise-64" also sets the block size.
+        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers (for
+            experts that `moestro.load` keeps as integers); "float" not to; None to leave it, at first "float".
 
     Returns:
         The same model.
 
     Raises:
-        InvalidInputError: an unknown strategy.
-        UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
+        InvalidInputError: an unknown strategy or activation.
+        UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer. An
+            activation of int8 where experts are not stored as integers.
     """
     parse_strategy(strategy, "accelerate")
     found = find(model)
+    stores = _stores_for(found, activation)
     fresh = [layer for layer in found if stored_in(layer.module) is None]
     for layer in fresh:
         if layer.adapter.settle is not experts.settle:  # it will read weights past the calls that bring them to memory
@@ -92,7 +99,28 @@ def accelerate(model: Model, strategy: str = "auto") -> Model:
         layer.adapter.settle(layer.module, layer.plan)
     for layer in found:
         replace_forward(layer, strategy)
+    for store in stores:
+        store.set_row_format(activation or store.row_format, "accelerate")
     return model
+
+
+def _stores_for(found: list[Found], activation: RowFormat | None) -> list[ExpertStore]:
+    """The stored experts of these layers; raises if those of one cannot meet rows of this format."""
+    stores = []
+    for layer in found:
+        store = stored_in(layer.module)
+        if store is not None:
+            check_row_format(activation or "float", (store.gate_up.format, store.down.format), "accelerate")
+            stores.append(store)
+        elif activation is not None and activation != "float":
+            check_row_format(activation, (), "accelerate")
+            raise unsupported(
+                "accelerate",
+                got=f"rows as int8 for {layer.path or 'the model'}, whose experts are parameters",
+                needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
+                fix='Load the model with moestro.load(path, format="int4-g32", activation="int8").',
+            )
+    return stores
 
 
 @dataclass(frozen=True)

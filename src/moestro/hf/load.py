@@ -13,6 +13,7 @@ from moestro.errors import invalid_input
 from moestro.hf.places import explained, find_device, find_model, fitting, read_config
 from moestro.hf.quantization import METHOD, MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
+from moestro.types import RowFormat
 
 OPERATION = "load"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,6 +25,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     search: str = "nearest",
+    activation: RowFormat = "float",
 ) -> PreTrainedModel:
     """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
 
@@ -38,15 +40,18 @@ def load(
             FP8 weights outside the experts become this dtype.
         device: where the model goes; the CPU if None.
         search: how the scales of a `format` are chosen: "nearest", or "mse" for the least squared error.
+        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
+            experts in int8, int4, mxfp4, nvfp4 or fp4. It is not saved.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
 
     Raises:
-        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or search, or a
-            format that cannot store the experts' shapes; a dtype that no weights can have, or a device that is not
-            there; weights that are no safetensors files; too little memory.
-        UnsupportedError: a dense model, a family whose experts cannot be stored this way, or another quantisation.
+        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format, search or
+            activation, or a format that cannot store the experts' shapes; a dtype that no weights can have, or a device
+            that is not there; weights that are no safetensors files; too little memory.
+        UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, or an
+            activation of int8 for experts that are no integers.
     """
     if search != "nearest" and format is None:
         raise invalid_input(
@@ -63,7 +68,7 @@ def load(
     config = read_config(source, OPERATION)
     quantization = take_quantization(config)
     own = MoestroConfig(**{"format": format, "search": search, **_kept(format, quantization)})
-    own.source, own.complete = quantization, True
+    own.source, own.complete, own.activation = quantization, True, activation
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, fitting(OPERATION, source):
         model, report = model_class(config).from_pretrained(

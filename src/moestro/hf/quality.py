@@ -29,6 +29,8 @@ from moestro.hf.quantization import SEARCHES
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
 from moestro.hf.text_model import DTYPES, TextSource, find_text_model
+from moestro.types import RowFormat
+from moestro.weights import check_row_format
 
 CONTEXT = 1024
 """The most tokens of a window, for models that were made for more: two windows' logits are in memory."""
@@ -100,6 +102,7 @@ class Options:
         device: a torch device.
         text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
         tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
+        activation: of the variants: "float", or "int8" to round what meets their weights, as in `moestro.load`.
     """
 
     against: str | None = None
@@ -107,8 +110,10 @@ class Options:
     device: str = "cpu"
     text: Path | None = None
     tokens: int | None = None
+    activation: RowFormat = "float"
 
     def __post_init__(self) -> None:
+        check_row_format(self.activation, (), OPERATION)
         if self.dtype not in DTYPES:
             needs = f"one of {', '.join(DTYPES)}"
             raise invalid_input(OPERATION, got=f"dtype {self.dtype!r}", needs=needs, fix="Pick one.")
@@ -146,7 +151,7 @@ def measure(
     limit = DEFAULT_TOKENS if options.tokens is None else options.tokens or None
     corpus = read_corpus(source.tokenizer, min(source.context or CONTEXT, CONTEXT), options.text, limit)
     baseline = _load(source, options, Variant(options.against) if options.against else None)
-    refused = {variant: _why_not(baseline, variant) for variant in wanted}
+    refused = {variant: _why_not(baseline, variant, options.activation) for variant in wanted}
     for variant, refusal in refused.items():
         if refusal is not None and variant.needed:
             raise refusal
@@ -194,7 +199,7 @@ def _measure(
     source: TextSource, options: Options, variant: Variant, baseline: Any, corpus: Corpus, progress: _Progress
 ) -> Row:
     start = time.perf_counter()
-    model = _load(source, options, variant, options.dtype)
+    model = _load(source, options, variant, options.dtype, options.activation)
     pair = SideBySide(model, baseline)
     tally = Tally(pair.paths)
     for document in corpus.documents:
@@ -206,20 +211,27 @@ def _measure(
     return Row(variant.format, variant.search, "ok", None, _stored(model, variant.search), change, seconds)
 
 
-def _load(source: TextSource, options: Options, variant: Variant | None, dtype: str = "float32") -> Any:
+def _load(
+    source: TextSource,
+    options: Options,
+    variant: Variant | None,
+    dtype: str = "float32",
+    activation: RowFormat = "float",
+) -> Any:
     """The model with its experts as the variant says, or as the checkpoint has them."""
     name, search = (None, None) if variant is None else (variant.format, variant.search)
-    return load(source.path, name, dtype, options.device, search or "nearest")
+    return load(source.path, name, dtype, options.device, search or "nearest", activation)
 
 
 def _stores(model: Any) -> list[ExpertStore]:
     return [store for layer in find(model) if (store := stored_in(layer.module)) is not None]
 
 
-def _why_not(baseline: Any, variant: Variant) -> MoestroError | None:
+def _why_not(baseline: Any, variant: Variant, activation: RowFormat) -> MoestroError | None:
     """What a format refuses the model's experts with, if it does."""
     form = find_format(variant.format)
     try:
+        check_row_format(activation, (form,), OPERATION)
         for store in _stores(baseline):
             for projection in (store.gate_up, store.down):
                 check_shape(form, projection.shape[1], projection.shape[2], OPERATION)
@@ -241,6 +253,7 @@ def _stored(model: Any, search: str | None = None) -> Stored:
         format=" and ".join(dict.fromkeys(projection.format.name for projection in kept)),
         search=search,
         dtype=str(model.dtype).removeprefix("torch."),
+        activation=_stores(model)[0].row_format,
         bits_per_weight=8 * nbytes / sum(math.prod(projection.shape) for projection in kept),
         expert_bytes=nbytes,
     )

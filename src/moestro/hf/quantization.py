@@ -31,7 +31,8 @@ from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
 from moestro.hf.sources import Quantization, check_rest, find_scaled, find_stored
 from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
-from moestro.weights import quantize_experts
+from moestro.types import RowFormat
+from moestro.weights import check_row_format, quantize_experts
 
 METHOD = "moestro"
 SEARCHES = ("nearest", "mse")
@@ -48,9 +49,11 @@ class MoestroConfig(QuantizationConfigMixin):
         overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
             with the format of those that match; the last that matches decides.
         rest: the quantisation config of the checkpoint's other layers, where they have one.
+        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers. That
+            is how this run computes, and is not saved.
 
     Raises:
-        InvalidInputError: an unknown format or search.
+        InvalidInputError: an unknown format, search or activation.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class MoestroConfig(QuantizationConfigMixin):
         search: str = "nearest",
         overrides: Mapping[str, str] | None = None,
         rest: Mapping[str, Any] | None = None,
+        activation: RowFormat = "float",
         **_: Any,
     ) -> None:
+        check_row_format(activation, (), "MoestroConfig")
         if search not in SEARCHES:
             raise invalid_input(
                 "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
@@ -70,6 +75,7 @@ class MoestroConfig(QuantizationConfigMixin):
         self.search = search
         self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
         self.rest = None if rest is None else dict(rest)
+        self.activation = activation
 
     @property
     def changes_nothing(self) -> bool:
@@ -88,6 +94,7 @@ class MoestroQuantizer(HfQuantizer):
         own = quantization_config.to_dict() if kwargs.get("pre_quantized", True) else None
         self.source = Quantization.of(quantization_config.__dict__.pop("source", own))
         self._complete = quantization_config.__dict__.pop("complete", False)
+        self._activation: RowFormat = quantization_config.__dict__.pop("activation", "float")
         # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
         self.pre_quantized = False
 
@@ -108,6 +115,7 @@ class MoestroQuantizer(HfQuantizer):
         target = Quantization(METHOD, None, config.format, config.overrides)
         self._targets = _targets(self._layers, target)
         config.overrides = _settled(target, self._targets)
+        check_row_format(self._activation, self._targets.values(), "load")
         for layer, stored in self._layers:
             holder: Any = model.get_submodule(stored.path)
             for name in stored.projections.parameters:
@@ -143,6 +151,7 @@ class MoestroQuantizer(HfQuantizer):
             store = self._store(stored)
             device = _device_of(model, layer)
             store.residency = residency
+            store.set_row_format(self._activation, "load")
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
         model.register_load_state_dict_pre_hook(find_in_state)

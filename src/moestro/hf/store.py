@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.residency import Residency
-from moestro.weights import ExpertWeights
+from moestro.types import RowFormat
+from moestro.weights import ExpertWeights, check_row_format
 
 STORE = "moestro_store"
 """The name of the sub-module that holds a layer's stored experts."""
@@ -133,12 +134,16 @@ class ExpertStore(nn.Module):
     """Keeps one layer's stored experts: moves with the model, and appears in its state dict as in the checkpoint.
 
     Casts (``.to(dtype)``, ``.half()``) leave it as it is: the bytes of a format have no other dtype.
+
+    Attributes:
+        row_format: how the rows of tokens meet the experts, as in `ExpertWeights`; no state dict has it.
     """
 
     def __init__(self, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.stored = stored
         self.residency: Residency | None = None
+        self.row_format: RowFormat = "float"
         self.tensors = {name: tensors[name] for name in (*stored.gate_up.names, *stored.down.names)}
         self._build()
 
@@ -160,8 +165,19 @@ class ExpertStore(nn.Module):
 
     @property
     def layout(self) -> str:
-        """The format, and whether the tensors are views of files."""
-        return f"{self.format}, {'memory-mapped' if self.stored.mapped else 'in memory'}"
+        """The format, whether the tensors are views of files, and that of rows where it is not float."""
+        rows = "" if self.row_format == "float" else f", rows as {self.row_format}"
+        return f"{self.format}, {'memory-mapped' if self.stored.mapped else 'in memory'}{rows}"
+
+    def set_row_format(self, row_format: RowFormat, operation: str) -> None:
+        """Have rows of tokens meet the experts in this format from now on.
+
+        Raises:
+            InvalidInputError: not a row format.
+            UnsupportedError: rows as int8 and experts that are no integers.
+        """
+        check_row_format(row_format, (self.gate_up.format, self.down.format), operation)
+        self.row_format, self._weights = row_format, None
 
     def weights(self, holder: Any) -> ExpertWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
@@ -172,7 +188,8 @@ class ExpertStore(nn.Module):
         known = self._weights
         if known is None or known.gate_up_bias is not biases[0] or known.down_bias is not biases[1]:
             norm = getattr(holder, "post_expert_norm", None)
-            known = ExpertWeights(self.gate_up, self.down, biases[0], biases[1], projections.activation, norm)
+            stored = (self.gate_up, self.down, biases[0], biases[1])
+            known = ExpertWeights(*stored, projections.activation, norm, self.row_format)
             self._weights = known
         return known
 

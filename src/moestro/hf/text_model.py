@@ -19,6 +19,7 @@ from moestro.errors import MoestroError, invalid_input
 from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
 from moestro.hf.load import load
 from moestro.hf.places import explained, find_device, find_model, fitting, out_of_memory, read_config
+from moestro.hf.quantization import MoestroConfig
 from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -121,7 +122,7 @@ def load_text_model(
     device: str = "cpu",
     strategy: str = "auto",
     check: Callable[[str, Any, int | None], object] | None = None,
-    format: str | None = None,
+    format: str | MoestroConfig | None = None,
 ) -> TextModel:
     """Load a Mixture-of-Experts language model and let moestro serve its expert layers.
 
@@ -134,7 +135,7 @@ def load_text_model(
         device: a torch device.
         strategy: as for `moestro.accelerate`.
         check: called with name, tokenizer and context before the weights are read, to raise what speaks against them.
-        format: quantise the experts to this format as they are read.
+        format: quantise the experts to this format as they are read; a `MoestroConfig` says that and how they are used.
 
     Raises:
         InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, missing or
@@ -151,8 +152,13 @@ def load_text_model(
         check(found.name, found.tokenizer, found.context)
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, fitting(OPERATION, source):
-        stays = format is not None or _stays(found, dtype)
-        loaded = load(source, format, dtype) if stays else _weights(source, found.config, dtype)
+        how = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
+        stays = not how.changes_nothing or how.activation != "float" or _stays(found, dtype)
+        loaded = (
+            load(source, how.format, dtype, search=how.search, activation=how.activation)
+            if stays
+            else _weights(source, found.config, dtype)
+        )
     accelerate(loaded, strategy)
     with fitting(OPERATION, source):
         loaded = loaded.to(target).eval()

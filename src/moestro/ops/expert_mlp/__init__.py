@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moestro import formats, machine, settings
 from moestro.errors import invalid_input
@@ -29,7 +31,8 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
         x: [T, H], float32, bfloat16, float16 or float64, on the device of the weights.
         routing: [T, K].
         weights: E experts of hidden size H, stored in any format. Packed experts are dequantised as they are used, a
-            panel of rows at a time; no whole expert is ever written out.
+            panel of rows at a time; no whole expert is ever written out. With `row_format="int8"` rows are rounded and
+            integers multiplied (`moestro.reference.round_rows`), in float32 between the products.
         strategy: "auto" (by shape), "grouped", "blockwise" (or "blockwise-64" to set the block size), "selective"
             or "all_experts". All give the same result up to rounding.
 
@@ -40,7 +43,7 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
     Raises:
         InvalidInputError: shapes, devices, dtypes, ids or weights do not fit; an unknown strategy.
         UnsupportedError: no implementation, or not the forced one, can run these arguments: an unknown format, packed
-            weights that require a gradient, meta tensors.
+            weights that require a gradient, a gradient of anything with rows as int8, meta tensors.
     """
     _check(x, routing, weights)
     if not native.fits(routing, weights.num_experts):
@@ -79,6 +82,8 @@ def _named_strategy(strategy: str) -> tuple[str, int | None, str]:
 
 
 def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    if weights.row_format != "float" and x.dtype in (torch.bfloat16, torch.float16):
+        return _run_plain(x.float(), routing, weights, strategy).to(x.dtype)
     choice, block_size = resolve_strategy(routing, weights, strategy)
     if routing.expert_ids.numel() == 0:
         return plain.nothing(x, routing, weights)
@@ -141,7 +146,14 @@ def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
                 return f"it reads the formats of moestro.formats.FORMATS, and {name} is stored as {form.name}"
             if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
                 return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
+    if weights.row_format != "float" and _wants_gradient((x, routing.routing_weights, *weights.tensors)):
+        return "rows rounded to int8 have no gradient, and a tensor requires one: call it under torch.no_grad()"
     return "meta tensors hold no values to compute with" if x.device.type == "meta" else None
+
+
+def _wants_gradient(tensors: Iterable[Tensor]) -> bool:
+    """Whether a derivative of what is computed from these is being asked for, forward or backward."""
+    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 _select.register(

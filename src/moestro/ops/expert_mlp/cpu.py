@@ -21,6 +21,7 @@ _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5, "tanh": 6, "identity": 7}
 _NONE = (0, 0, 0)
 _MOST_SLOTS = 256
+_MOST_ROUNDED_COLUMNS = 1 << 17
 TOKEN_BLOCK = 96
 """Token rows that meet a range of weights before the next rows do; "blockwise-N" sets fewer."""
 
@@ -34,6 +35,7 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
     return (
         _no_tensors(x, routing, weights, stored)
         or _no_layer(routing, weights, stored)
+        or _no_rows(isa, weights)
         or _dtype(isa, x, weights)
         or crossover.reason(isa, x, routing, weights)
     )
@@ -41,7 +43,19 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """What `supports` refuses, as far as a look at x and the processor tells."""
-    return not isa.runs_here or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
+    rows = isa.multiplies_floats if weights.row_format == "float" else isa.multiplies_integers
+    return not (isa.runs_here and rows) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
+
+
+def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
+    if weights.row_format == "float":
+        return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
+    if not isa.multiplies_integers:
+        return "it multiplies rows of floats only, and these are to be rounded to int8"
+    columns = max(weights.hidden_size, weights.intermediate_size)
+    if columns > _MOST_ROUNDED_COLUMNS:
+        return f"it adds products of int8 in 32 bits, {_MOST_ROUNDED_COLUMNS} of a row at most, and here are {columns}"
+    return None
 
 
 def _dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
@@ -126,6 +140,7 @@ def run(
         (_bias(biases[0]), _bias(biases[1])),
         _activation(weights.activation),
         (out.data_ptr(), _FLOATS[x.dtype]),
+        weights.row_format == "int8",
     )
     return out
 

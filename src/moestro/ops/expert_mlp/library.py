@@ -25,7 +25,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
 
     Raises:
         UnsupportedError: the weights carry a Python function, which a graph cannot hold; are of a format without a
-            name; or are not one dense stack and require a gradient.
+            name; or are not one dense stack and require a gradient; rows are rounded, and anything requires one.
     """
     if weights.activation.function is not None or weights.output_norm is not None:
         raise unsupported(
@@ -36,6 +36,10 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
         )
     gate_up, down = list(weights.gate_up.tensors), list(weights.down.tensors)
     layout = f"{write_layout(weights.gate_up)}|{write_layout(weights.down)}"
+    if weights.row_format != "float":
+        layout = f"{layout}|{weights.row_format}"
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
+            raise _rounded()
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     out: Tensor = torch.ops.moestro.expert_mlp(
@@ -64,6 +68,15 @@ def _untrained(layout: str) -> UnsupportedError:
         got=f"torch.compile with experts stored as {layout.replace('|', ' and ')} that require a gradient",
         needs="frozen experts, or all experts of a projection in one floating-point tensor",
         fix="Call requires_grad_(False) on them, or stack them and use ExpertWeights.from_dense.",
+    )
+
+
+def _rounded() -> UnsupportedError:
+    return unsupported(
+        "expert_mlp",
+        got="torch.compile with rows as int8, and a tensor that requires a gradient",
+        needs="no gradient, which rounding does not have",
+        fix="Call it under torch.no_grad(), or leave rows as float.",
     )
 
 
@@ -113,8 +126,10 @@ def _weights(
     words: tuple[str, str],
 ) -> ExpertWeights:
     activation, layout = words
-    first, last = (read_layout(text) for text in layout.split("|"))
-    return ExpertWeights(first.build(gate_up), last.build(down), *biases, Activation.decode(activation))
+    first, last, *rows = layout.split("|")
+    stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
+    row_format: Any = rows[0] if rows else "float"
+    return ExpertWeights(*stored, *biases, Activation.decode(activation), row_format=row_format)
 
 
 @torch.library.custom_op("moestro::expert_mlp", mutates_args=(), tags=_READS_IDS)
@@ -184,6 +199,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     gate_up, down = stored[: ctx.num_gate_up], stored[ctx.num_gate_up :]
     wants = ctx.needs_input_grad
     needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
+    if ctx.words[2].count("|") > 1:
+        raise _rounded()
     if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
         raise _untrained(ctx.words[2])
     grads = iter(

@@ -5,7 +5,7 @@ Differentiable when any input requires a gradient; otherwise buffers are reused 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from moestro.formats import StoredExperts
 from moestro.ops import grouping
 from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
+from moestro.ops.expert_mlp.rounded import rounded_spans
 from moestro.ops.expert_mlp.stored import recorded, stored_spans
 from moestro.ops.expert_mlp.tuning import ACCUMULATE_BYTES, batch_rows, choose_ways, compute_dtype, dense_stack
 from moestro.reference import activate
@@ -40,15 +41,24 @@ class Batch(NamedTuple):
 def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
     """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
     first, last = weights.gate_up, weights.down
+    if weights.row_format == "int8":
+        h = rounded_spans(rows, first, spans)
+        return _after(rows, weights, spans, h, lambda a: rounded_spans(a, last, spans, out))
     wide = compute_dtype(rows, weights)
     ways = choose_ways(rows, first, spans, wide)
     h = _times(rows, first, spans, ways, wide, None)
-    if weights.gate_up_bias is not None:
-        h.add_(_of_rows(weights.gate_up_bias, spans))
-    a = _activate_in_place(h, weights.activation, rows.dtype)
     if last.format is not first.format:
         ways = choose_ways(rows, last, spans, wide)
-    y = _times(a, last, spans, ways, wide, out)
+    return _after(rows, weights, spans, h, lambda a: _times(a, last, spans, ways, wide, out))
+
+
+def _after(
+    rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], h: Tensor, down: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What follows the first product, `down` being the second; h is overwritten."""
+    if weights.gate_up_bias is not None:
+        h.add_(_of_rows(weights.gate_up_bias, spans))
+    y = down(_activate_in_place(h, weights.activation, rows.dtype))
     if weights.down_bias is not None:
         y.add_(_of_rows(weights.down_bias, spans))
     return y if weights.output_norm is None else y.copy_(weights.output_norm(y.to(rows.dtype)))

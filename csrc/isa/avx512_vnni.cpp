@@ -1,0 +1,15 @@
+// Rows as int8 only: rows of floats have no use for VNNI.
+#define MOESTRO_ISA moestro_avx512_vnni
+#include "../bytes_avx512.h"
+#include "../epilogue.h"
+#include "../int8.h"
+
+namespace moestro {
+static bool runs_here() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+extern const Isa kAvx512Vnni = {"avx512-vnni", "AVX-512 F, BW, DQ, VL and VNNI", runs_here, MOESTRO_ISA::W, nullptr,
+                                MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded};
+}  // namespace moestro
