@@ -14,6 +14,7 @@ from moestro.bench.ops import OpBenchmark, OpCase
 from moestro.bench.peers import ours
 from moestro.ops import _select, grouping
 from moestro.ops.expert_mlp import tuning
+from moestro.ops.projection.reference import projection as reference_projection
 
 INPUTS = 4
 
@@ -76,6 +77,21 @@ def expert_mlp(T: int, H: int, I: int, E: int, K: int) -> OpCase:  # noqa: E741
     return OpCase(f"T={T} H={H} I={I} E={E} K={K}", calls, outputs, (expected_output(layer, x, routings[0]),))
 
 
+def projection(T: int, N: int, K: int) -> OpCase:
+    """Every implementation of a bfloat16 projection against torch's linear."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(N, K, generator=generator).mul_(K**-0.5).bfloat16() for _ in range(INPUTS)]
+    x = torch.randn(T, K, generator=generator).bfloat16()
+    calls = {"linear": [partial(torch.nn.functional.linear, x, w) for w in weights]}
+    outputs = {"linear": lambda: (torch.nn.functional.linear(x, weights[0]),)}
+    with torch.no_grad():
+        for entry in _select.implementations("projection"):
+            if entry.supports(x, weights[0], None) is None and entry.name not in ("torch", "reference"):
+                calls[entry.name] = [partial(entry.call, x, w, None) for w in weights]
+                outputs[entry.name] = lambda entry=entry: (entry.call(x, weights[0], None),)
+    return OpCase(f"T={T} N={N} K={K}", calls, outputs, (reference_projection(x, weights[0], None),))
+
+
 BENCHMARKS = {
     entry.op: entry
     for entry in (
@@ -83,6 +99,7 @@ BENCHMARKS = {
         OpBenchmark(
             "grouping", ((1, 64, 8, 16), (16, 64, 8, 16), (512, 64, 8, 64), (2048, 64, 8, 64)), grouping_by_expert
         ),
+        OpBenchmark("projection", ((1, 32768, 2880), (16, 32768, 2880), (128, 4096, 2880)), projection),
         OpBenchmark(
             "expert_mlp",
             # the first is all calls and no weights

@@ -188,6 +188,30 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     expert_mlp(*kIsas[isa], call);
 }
 
+void run_project(int isa, int num_threads, int64_t num_tokens, const Array& x, const Stored& weights, const Array& bias, std::tuple<uint64_t, int> out) {
+    need(isa >= 0 && isa < kNumIsas && kIsas[isa]->runs_here(), "an instruction set that this processor lacks");
+    need(num_threads > 0 && num_threads <= kMostThreads, "a number of threads out of range");
+    need(num_tokens >= 0 && num_tokens < (int64_t{1} << 40), "sizes out of range");
+    ProjectionCall call;
+    call.num_tokens = num_tokens;
+    call.x = float_array(x);
+    call.bias = float_array(bias);
+    call.weights = weights.projection;
+    call.out = reinterpret_cast<void*>(std::get<0>(out));
+    call.out_dtype = float_type(std::get<1>(out));
+    call.num_threads = num_threads;
+    const Element element = call.weights.element;
+    need((call.x.dtype == Element::bf16 && element >= Element::bf16) || !kIsas[isa]->tiles, "an instruction set that multiplies bfloat16 only, and something else");
+    need(kIsas[isa]->four_rows || kIsas[isa]->tiles, "an instruction set that multiplies rows as int8 only");
+    need(call.weights.num_blocks == 1, "a projection in several matrices");
+    if (num_tokens == 0 || call.weights.rows == 0) return;
+    need(call.out && (call.x.data || call.weights.columns == 0), "no address");
+    need(!call.weights.table, "a projection that is not one matrix");
+    weights.check(call.weights.base);
+    nb::gil_scoped_release release;
+    project(*kIsas[isa], call);
+}
+
 nb::list isas() {
     nb::list found;
     for (int i = 0; i < kNumIsas; ++i) found.append(nb::make_tuple(kIsas[i]->name, kIsas[i]->needs, kIsas[i]->runs_here(), kIsas[i]->lanes, kIsas[i]->tiles != nullptr,
@@ -202,6 +226,7 @@ NB_MODULE(_native, m) {
     m.def("stacked", &stacked, nb::rv_policy::take_ownership);
     m.def("use_table", &use_table);
     m.def("expert_mlp", &run);
+    m.def("project", &run_project);
     m.def("isas", &isas);
     register_routing(m);
 }

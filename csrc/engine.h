@@ -89,6 +89,16 @@ struct Call {
     int num_threads = 1;
 };
 
+// One projection by itself: out[t] = W x[t] + bias, W of one expert.
+struct ProjectionCall {
+    int64_t num_tokens = 0;
+    FloatArray x, bias;
+    Projection weights;
+    void* out = nullptr;  // contiguous [T, rows]
+    Element out_dtype = Element::f32;
+    int num_threads = 1;
+};
+
 // Four rows of weights as stored, and what their elements are.
 struct FourRows {
     Element element = Element::f32;
@@ -178,5 +188,6 @@ extern const int kNumIsas;
 
 // Computes `call` with `isa`. Ids must be in -1 .. num_experts - 1, top_k at most kMostSlots.
 void expert_mlp(const Isa& isa, const Call& call);
+void project(const Isa& isa, const ProjectionCall& call);
 
 }  // namespace moestro

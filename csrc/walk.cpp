@@ -14,6 +14,7 @@
 #include "engine.h"
 #include "layout.h"
 #include "rows.h"
+#include "stored_rows.h"
 #include "team.h"
 
 #if defined(__x86_64__)
@@ -256,28 +257,6 @@ private:
         }
     }
 
-    // The rows `at` of an expert's projection; `ahead` rows further on are those that come next.
-    FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at, int64_t ahead) const {
-        FourRows found;
-        found.element = p.element;
-        found.scale = p.scale;
-        found.columns = p.columns;
-        found.group_columns = p.group_columns;
-        found.ahead = ahead * p.row_stride;
-        const int64_t block_rows = p.rows / p.num_blocks;
-        for (int i = 0; i < 4; ++i) {
-            const int64_t block = at[i] / block_rows, row = at[i] - block * block_rows;
-            const Matrix m = p.matrix(expert, block);
-            const int64_t group = p.group_rows == 1 ? row : p.group_rows ? row / p.group_rows : 0;
-            found.data[i] = m.data + row * p.row_stride;
-            found.scales[i] = m.scales ? m.scales + group * p.scale_row_stride : nullptr;
-            found.zeros[i] = m.zeros ? m.zeros + group * p.zero_row_stride : nullptr;
-            found.global_scale[i] = 1.0f;
-            if (m.global_scale) std::memcpy(found.global_scale + i, m.global_scale, sizeof(float));  // at any address
-        }
-        return found;
-    }
-
     void multiply(const FourRows& rows, const float* const* x, int64_t m, float* sums, float* panel) const {
         (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, x, m, sums, panel);
     }
@@ -340,49 +319,6 @@ private:
         }
     }
 
-    // `count` rows from each of two places: `at` and `at + apart`, one in `every` of them.
-    TileRows tile_rows(const Projection& p, const Active& active, int64_t at, int64_t apart, int64_t every, const int* count) const {
-        const int64_t expert = active.expert;
-        TileRows found;
-        found.width = active.tile_width();
-        found.element = p.element;
-        found.scale = p.scale;
-        found.columns = p.columns;
-        found.group_columns = p.group_columns;
-        found.ahead = (apart == 16 ? 32 : 16 * every) * p.row_stride;
-        const int64_t block_rows = p.rows / p.num_blocks;
-        for (int i = 0; i < 2; ++i) {
-            const int64_t row = at + i * apart, block = std::min(row / block_rows, p.num_blocks - 1);
-            found.first[i] = p.matrix(expert, block).data + (row - block * block_rows) * p.row_stride;
-            found.stride[i] = every * p.row_stride;
-            found.count[i] = count[i];
-        }
-        if (p.scale == Scale::none) return found;
-        for (int i = 0; i < 32; i += 4) {
-            const int half = i / 16, last = std::max(count[half], 1) - 1;
-            int64_t four[4];
-            for (int j = 0; j < 4; ++j) four[j] = at + half * apart + std::min(i % 16 + j, last) * every;
-            const FourRows rows = rows_of(p, expert, four, 0);
-            std::copy(rows.data, rows.data + 4, found.data + i);
-            std::copy(rows.scales, rows.scales + 4, found.scales + i);
-            std::copy(rows.zeros, rows.zeros + 4, found.zeros + i);
-            std::copy(rows.global_scale, rows.global_scale + 4, found.global_scale + i);
-        }
-        return found;
-    }
-
-    const float* tile_bias(const FloatArray& bias, int64_t expert, int64_t at, int64_t apart, int64_t every, const int* count, float* to) const {
-        if (!bias.data) return nullptr;
-        const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
-        for (int i = 0; i < 2; ++i)
-            for (int r = 0; r < 16; ++r) {
-                const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at + i * apart + r * every) * size;
-                to[16 * i + r] = 0.0f;
-                if (r < count[i]) isa_.widen(from, bias.dtype, 1, 1.0f, to + 16 * i + r);
-            }
-        return to;
-    }
-
     // `first` and `n` number tiles of tokens, among all and from there.
     void tiled_gate_up(const Active& active, const Range& range, int64_t first, int64_t n, uint8_t* room) {
         const Activation& act = call_.activation;
@@ -392,8 +328,9 @@ private:
             const auto left = static_cast<int>(range.last - c);
             const int count[2] = {std::min(left, 16), act.gated ? std::min(left, 16) : std::clamp(left - 16, 0, 16)};
             float values[32];
-            const float* bias = tile_bias(call_.gate_up_bias, active.expert, c * every, apart, every, count, values);
-            TileRows rows = tile_rows(call_.gate_up, active, c * every, count[1] ? apart : 0, every, count);
+            const float* bias = tile_bias(isa_, call_.gate_up_bias, active.expert, c * every, apart, every, count, values);
+            TileRows rows = tile_rows(call_.gate_up, active.expert, c * every, count[1] ? apart : 0, every, count);
+            rows.width = active.tile_width();
             rows.out_step = tile_words(call_.intermediate_size);
             rows.out_nibbles = is_nibble(call_.down.element);
             isa_.tiles->gate_up(rows, bias, act, x_tile(first), n, c, h_tile(first), room);
@@ -409,8 +346,9 @@ private:
             for (int64_t t = 0; t < n * 16; ++t)
                 y[t] = before + t < active.num_rows ? y_ + (active.first_row + before + t) * y_stride_ + i : nullptr;
             float values[32];
-            const float* bias = tile_bias(call_.down_bias, active.expert, i, 16, 1, count, values);
-            const TileRows rows = tile_rows(call_.down, active, i, count[1] ? 16 : 0, 1, count);
+            const float* bias = tile_bias(isa_, call_.down_bias, active.expert, i, 16, 1, count, values);
+            TileRows rows = tile_rows(call_.down, active.expert, i, count[1] ? 16 : 0, 1, count);
+            rows.width = active.tile_width();
             isa_.tiles->down(rows, bias, h_tile(first), n, y, room);
         }
     }

@@ -17,12 +17,18 @@ from moestro.moe import MoE
 from moestro.ops import _select
 from moestro.ops.expert_mlp import expert_mlp, resolve_strategy
 from moestro.ops.grouping import group_by_expert
+from moestro.ops.projection import projection
 from moestro.ops.topk import topk
 from moestro.weights import ExpertWeights
 
-_NAMES: dict[Callable[..., Any], str] = {expert_mlp: "expert_mlp", topk: "topk", group_by_expert: "grouping"}
+_NAMES: dict[Callable[..., Any], str] = {
+    expert_mlp: "expert_mlp",
+    topk: "topk",
+    group_by_expert: "grouping",
+    projection: "projection",
+}
 
-_COUNTS = {"expert_mlp": (3, 4), "topk": (2, 2), "grouping": (2, 2)}
+_COUNTS = {"expert_mlp": (3, 4), "topk": (2, 2), "grouping": (2, 2), "projection": (2, 3)}
 """Fewest and most arguments that each operation takes."""
 
 
@@ -71,7 +77,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
     """What would run for these arguments: every implementation with its reason, and the strategy with its own.
 
     Args:
-        operation: `moestro.expert_mlp`, `moestro.topk`, `moestro.group_by_expert`, or an `Experts` or `MoE` module.
+        operation: `moestro.expert_mlp`, `moestro.topk`, `moestro.group_by_expert`,
+            `moestro.ops.projection.projection`, or an `Experts` or `MoE` module.
         arguments: what the call would be given; a module's forward arguments for a module (its router is run).
 
     Raises:
@@ -87,6 +94,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         x, routing = _arguments("Experts", arguments, 2, 2)
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
     name = _NAMES.get(operation)
+    if name == "projection" and len(arguments) == 2:
+        arguments = (*arguments, None)
     if name is None:
         raise invalid_input(
             "explain",

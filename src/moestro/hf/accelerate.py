@@ -14,6 +14,7 @@ from torch import nn
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
+from moestro.hf.dense import serve_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import Adapter, present
@@ -65,7 +66,9 @@ class Served:
     stored: bool = False
 
 
-def accelerate(model: Model, strategy: str = "auto", activation: RowFormat | None = None) -> Model:
+def accelerate(
+    model: Model, strategy: str = "auto", activation: RowFormat | None = None, *, projections: bool = False
+) -> Model:
     """Run the expert layers of a Transformers model with moestro, in place.
 
     Parameters keep their names, shapes, dtypes and values, so training, ``state_dict`` and ``save_pretrained`` go on as
@@ -78,6 +81,8 @@ def accelerate(model: Model, strategy: str = "auto", activation: RowFormat | Non
         strategy: as for `moestro.expert_mlp`: "auto" chooses by shape; "blockwise-64" also sets the block size.
         activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers (for
             experts that `moestro.load` keeps as integers); "float" not to; None to leave it, at first "float".
+        projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
+            while no gradient is asked for; `moestro.ops.projection` chooses by the number of rows.
 
     Returns:
         The same model.
@@ -101,6 +106,8 @@ def accelerate(model: Model, strategy: str = "auto", activation: RowFormat | Non
         replace_forward(layer, strategy)
     for store in stores:
         store.set_row_format(activation or store.row_format, "accelerate")
+    if projections:
+        serve_projections(model)
     return model
 
 

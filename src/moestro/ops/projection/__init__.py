@@ -1,0 +1,78 @@
+"""projection: one dense projection, as a model has it beside its experts, through the same kernels."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moestro.errors import invalid_input
+from moestro.ops import _select, native
+from moestro.ops.projection import cpu, plain, reference
+
+__all__ = ["projection"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def projection(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[t] = W x[t] + b, what `torch.nn.functional.linear` computes.
+
+    Args:
+        x: [..., K], float32, bfloat16, float16 or float64.
+        weight: [N, K], in the dtype of x.
+        bias: [N] in the dtype of x, or None.
+
+    Returns:
+        [..., N] in the dtype of x; sums are accumulated in float32 at least. Differentiable.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit.
+        UnsupportedError: the forced implementation cannot run these arguments.
+    """
+    _check(x, weight, bias)
+    return of_rows(x, weight, bias)
+
+
+def of_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`projection` without the checks."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return run(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`projection` of rows [T, K] without the checks."""
+    y: Tensor = _select.select("projection", x, weight, bias).call(x, weight, bias)
+    return y
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    fits = x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1] and x.dtype in _DTYPES
+    fits = (
+        fits
+        and weight.dtype == x.dtype
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.dtype == x.dtype))
+    )
+    if not fits:
+        shape = None if bias is None else list(bias.shape)
+        raise invalid_input(
+            "projection",
+            got=f"x {list(x.shape)} of {x.dtype}, weight {list(weight.shape)} of {weight.dtype}, bias {shape}",
+            needs="x [..., K], weight [N, K] and bias [N] or None, of one dtype: float32, bfloat16, float16 or float64",
+            fix="Pass the weight as nn.Linear keeps it, and x in its dtype.",
+        )
+
+
+_select.register(
+    "projection",
+    [
+        *(
+            _select.Implementation(f"cpu-{isa.name}", partial(cpu.supports, isa), partial(cpu.run, isa))
+            for isa in native.ISAS or (native.ABSENT,)
+        ),
+        _select.Implementation("torch", lambda x, weight, bias: None, plain.projection),
+        _select.Implementation("reference", lambda x, weight, bias: None, reference.projection),
+    ],
+)

@@ -1,0 +1,13 @@
+"""What a projection must compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y[t, n] = sum over k of W[n, k] * x[t, k], plus b[n]; in float32 at least, rounded once to the dtype of x."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = (x.to(wide)[:, None, :] * weight.to(wide)).sum(-1)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
