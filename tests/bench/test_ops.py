@@ -12,7 +12,12 @@ from moestro.bench.ops import OpBenchmark, OpCase, markdown, run_op
 from moestro.errors import InvalidInputError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SMALL = {"topk": ((5, 12, 3),), "grouping": ((7, 5, 2, 4),), "expert_mlp": ((3, 24, 16, 6, 2),)}
+SMALL = {
+    "topk": ((5, 12, 3),),
+    "grouping": ((7, 5, 2, 4),),
+    "expert_mlp": ((3, 24, 16, 6, 2),),
+    "projection": ((3, 20, 24),),
+}
 
 
 @pytest.fixture

@@ -57,7 +57,8 @@ def _versions() -> dict[str, str | None]:
 
 
 def _implementations() -> dict[str, list[dict[str, str | None]]]:
-    """Every implementation in order of priority; reason is None if it runs a small float32 call on the CPU."""
+    """Every implementation in order of priority; reason is None if it runs a small call on the CPU, in
+    float32, of a projection in bfloat16."""
     import torch
 
     from moestro import ExpertWeights, Routing
@@ -68,6 +69,7 @@ def _implementations() -> dict[str, list[dict[str, str | None]]]:
     calls: dict[str, tuple[Any, ...]] = {
         "expert_mlp": (torch.zeros(4, 16), Routing(ids, torch.zeros(4, 2)), weights),
         "grouping": (ids, 8),
+        "projection": (torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16), None),
         "topk": (torch.zeros(4, 8), 2),
     }
     return {
