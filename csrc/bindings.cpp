@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings_peaks.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -193,4 +194,5 @@ NB_MODULE(_native, m) {
     m.def("use_table", &use_table);
     m.def("expert_mlp", &run);
     m.def("isas", &isas);
+    bind_peaks(m);
 }
