@@ -79,11 +79,11 @@ def _roof(dtype: torch.dtype, device: str, num_threads: int) -> Roof:
 
 
 def peaks() -> dict[str, float]:
-    """Operations per second from registers, all of PyTorch's threads at once, a multiply-add counting two; measured now.
+    """Operations per second from registers, of all of PyTorch's threads at once; measured now.
 
-    Each is the best of several runs of a loop of one instruction on independent accumulators. Keys, of which those are
-    there that the processor has: "fma" (float32), "vnni" (int8 dot products in vectors), "amx-bf16" and "amx-int8"
-    (tiles). Empty without the native engine, and on processors other than x86-64.
+    A multiply-add counts two. Each is the best of several runs of a loop of one instruction on independent
+    accumulators. Keys, of which those are there that the processor has: "fma" (float32), "vnni" (int8 dot products in
+    vectors), "amx-bf16" and "amx-int8" (tiles). Empty without the native engine, and on processors other than x86-64.
     """
     try:
         native: Any = importlib.import_module("moestro._native")

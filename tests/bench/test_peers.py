@@ -11,7 +11,8 @@ import moestro
 from moestro import hf
 from moestro.bench import LAYERS, PEERS, make_layer, ours
 from moestro.bench.layers import expected_output, inputs
-from moestro.bench.peers import named_peers, transformers_module
+from moestro.bench.peers import named_peers
+from moestro.bench.peers.transformers_experts import transformers_module
 from moestro.errors import InvalidInputError
 from moestro.tolerances import disagreement
 
@@ -87,7 +88,8 @@ def test_reasons_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PEERS["grouped_mm"].refuses(scout, torch.float32) == "Transformers has one way to compute Llama 4"
     assert PEERS["eager"].refuses(scout, torch.float32) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert PEERS["eager"].refuses(olmoe, torch.float32) == "transformers is not installed"
+    assert PEERS["eager"].absent() == "transformers is not installed"
+    assert ours().refuses(olmoe, torch.float32) == "transformers is not installed"
     monkeypatch.delattr(F, "grouped_mm")
     assert "has no torch.nn.functional.grouped_mm" in PEERS["torch-grouped_mm"].refuses(olmoe, torch.float32)
 

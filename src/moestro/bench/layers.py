@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -113,6 +113,15 @@ class Layer:
     spec: LayerSpec
     weights: ExpertWeights
     stored: StoredExperts
+    quantized: dict[str, ExpertWeights] = field(default_factory=dict)
+
+    def in_format(self, format: str | None) -> ExpertWeights:
+        """The weights quantised to a format, once; None is for the layer's own."""
+        if format is None:
+            return self.weights
+        if format not in self.quantized:
+            self.quantized[format] = self.weights.quantize(format)
+        return self.quantized[format]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,17 +233,21 @@ def flops(spec: LayerSpec, routing: Routing) -> int:
     return 6 * spec.hidden_size * spec.intermediate_size * pairs
 
 
-def expected_output(layer: Layer, x: Tensor, routing: Routing) -> Tensor:
-    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once."""
+def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str | None = None) -> Tensor:
+    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once.
+
+    `format` is that of the weights, None for the layer's own.
+    """
+    weights = layer.in_format(format)
     y = torch.zeros(x.shape, device=x.device)
     wide = x.float()
     for e in _distinct(routing.expert_ids):
         tokens, slots = (routing.expert_ids == e).nonzero(as_tuple=True)
         w = routing.routing_weights[tokens, slots, None]
         if routing.weight_on == "input":
-            rows = one_expert(wide[tokens] * w, layer.weights, e)
+            rows = one_expert(wide[tokens] * w, weights, e)
         else:
-            rows = one_expert(wide[tokens], layer.weights, e) * w
+            rows = one_expert(wide[tokens], weights, e) * w
         y.index_add_(0, tokens, rows)
     return y
 
