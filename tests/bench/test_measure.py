@@ -103,7 +103,7 @@ def test_no_ratio_at_all_if_moestro_is_wrong(tiny, known_roof: Roof) -> None:
 
 
 def quantising(name: str, spoil, bits: int = 4) -> Variant:
-    """A peer that stores the weights in a way of its own: every output is off by a tenth, then spoiled."""
+    """A peer that stores the weights in a way of its own: every output is off by 0.15, then spoiled."""
     numbers = Numbers("own", bits, bits_per_weight=4.5, bound=QUANTISED[bits], products="int8")
 
     def prepare(layer):
@@ -111,7 +111,7 @@ def quantising(name: str, spoil, bits: int = 4) -> Variant:
             y = expected_output(layer, x, routing)
             generator = torch.Generator().manual_seed(1)
             noise = torch.randn(y.shape, generator=generator)
-            return spoil(y + 0.1 * y.norm(dim=-1, keepdim=True) * noise / noise.norm(dim=-1, keepdim=True))
+            return spoil(y + 0.15 * y.norm(dim=-1, keepdim=True) * noise / noise.norm(dim=-1, keepdim=True))
 
         return lambda x, routing: lambda: call(x, routing)
 
@@ -136,7 +136,7 @@ def test_formats_against_peers_of_as_many_bits(tiny, known_roof: Roof) -> None:
         (16, "moestro", "bfloat16", "ok"),
         (16, "eager", "bfloat16", "ok"),
         (8, "moestro-int8", "int8", "ok"),
-        (8, "eight", "own", "wrong output"),  # a tenth is too much for 8 bits
+        (8, "eight", "own", "wrong output"),  # too much for 8 bits
     ]
     mxfp4, int4, right = report.rows[:3]
     weights, biases = 3 * 64 * 32, 64 + 64
@@ -147,7 +147,7 @@ def test_formats_against_peers_of_as_many_bits(tiny, known_roof: Roof) -> None:
     each = weights * 4.5 / 8 + biases * 4
     assert right.gigabytes_per_second == pytest.approx(right.active_experts * each / seconds / 1e9)
     assert (right.peak, right.peak_share) == ("vnni", pytest.approx(right.gigaflops / 800))
-    assert right.error == pytest.approx(0.1, rel=0.01)
+    assert right.error == pytest.approx(0.15, rel=0.01)
     assert 0.05 < int4.error < mxfp4.error < 0.3
 
 

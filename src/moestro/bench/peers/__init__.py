@@ -10,11 +10,12 @@ from moestro.bench.peers.ours import ours
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
 from moestro.bench.peers.transformers_experts import TRANSFORMERS
 from moestro.bench.peers.variant import DENSE, Bind, Call, Cost, Numbers, Variant
+from moestro.bench.peers.vllm import VLLM
 from moestro.errors import invalid_input
 
 __all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "named_peers", "ours"]
 
-PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED)}
+PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED, *VLLM)}
 """Every peer by name: all of Transformers' implementations first."""
 
 
