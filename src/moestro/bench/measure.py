@@ -27,6 +27,7 @@ from moestro.bench.layers import (
     inputs,
     make_layer,
 )
+from moestro.bench.peers import place
 from moestro.bench.peers.variant import DENSE, Bind, Call, Variant
 from moestro.bench.timing import OwnClock, alternate, ratio, wall_clock
 from moestro.errors import UnsupportedError, invalid_input
@@ -458,14 +459,17 @@ def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> st
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, moestro, torch and transformers; moestro may run from its source tree."""
+    """Versions of Python, moestro, torch, transformers, and the peers in their folder.
+
+    moestro may run from its source tree.
+    """
     found = {"python": platform.python_version()}
     for name in ("moestro", "torch", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "source tree" if name == "moestro" else "not installed"
-    return found
+    return found | place.versions()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
