@@ -53,9 +53,9 @@ def table() -> str:
 def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int, tuple[float, str]]]:
     """How many times longer the fastest peer takes than moestro, and its name; the latest result counts.
 
-    By layer, format of moestro's weights and dtype of x, then by number of tokens. Peers are those of the same point,
-    whose weights have as many bits; both times are medians of calls that alternated. A point at which moestro or all
-    peers have no time has no number.
+    By layer, moestro's variant (its format, and what it does otherwise than by default) and dtype of x, then by number
+    of tokens. Peers are those of the same point, whose weights have as many bits; both times are medians of calls that
+    alternated. A point at which moestro or all peers have no time has no number.
     """
     found: dict[tuple[str, str, str], dict[int, tuple[float, str]]] = {}
     for rows in points(results):
@@ -64,7 +64,8 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
         for row in measured:
             if row["kind"] == "moestro" and peers:
                 best = min(peers, key=lambda peer: peer["microseconds"])
-                key = (row["layer"], row.get("format", row["dtype"]), row["dtype"])
+                what = row["variant"].removeprefix("moestro").removeprefix("-") or row["dtype"]
+                key = (row["layer"], what, row["dtype"])
                 found.setdefault(key, {})[row["num_tokens"]] = (
                     best["microseconds"] / row["microseconds"],
                     best["variant"],
@@ -75,9 +76,9 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
 def formats_table(results: Path = RESULTS) -> str:
     """Markdown: a line for each layer, format and dtype of x, a column for each number of tokens."""
     lines = _head("layer", "weights", "x")
-    for (layer, form, dtype), ratios in sorted(against_best(results).items()):
+    for (layer, what, dtype), ratios in sorted(against_best(results).items()):
         cells = ["{:.2f}x {}".format(*ratios[t]) if t in ratios else "" for t in TOKENS]
-        lines.append(f"| {layer} | {form} | {dtype} | {' | '.join(cells)} |")
+        lines.append(f"| {layer} | {what} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

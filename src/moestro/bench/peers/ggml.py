@@ -20,7 +20,7 @@ from moestro.bench.peers import place
 from moestro.bench.peers.ggml_library import LIBRARIES, TYPES, Engine, engine, library
 from moestro.bench.peers.teams import settle, wake_torch
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
-from moestro.errors import unsupported
+from moestro.errors import UnsupportedError, unsupported
 from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, Routing
 
@@ -54,7 +54,7 @@ class _Weights:
         if repack:
             buffer_type = lib.repacking(self.engine.backend)
             if buffer_type is None:
-                raise unsupported("bench layer", got=kind, needs="a ggml that repacks", fix="Leave this peer out.")
+                raise _refused(kind, "a ggml that repacks")
         self.buffers = [lib.backend_alloc_ctx_tensors_from_buft(self.context, buffer_type)]
         for tensor, weight in zip(self.matrices, _separated(layer), strict=True):
             _put(self.engine, tensor, _encode(weight, kind))
@@ -88,7 +88,7 @@ class _Weights:
             graph = self._build(context, num_tokens)
             allocator = lib.gallocr_new(lib.backend_get_default_buffer_type(self.engine.backend))
             if not lib.gallocr_alloc_graph(allocator, graph.graph):
-                raise RuntimeError("ggml has no memory for the graph")
+                raise _refused(f"a graph of {num_tokens} tokens", "memory that ggml can have")
             self.graphs[num_tokens] = context, allocator, graph
         return self.graphs[num_tokens][2]
 
@@ -147,7 +147,7 @@ class _Run:
         """Those of the graph: inputs are in place, and the threads awake, before the clock starts.
 
         Raises:
-            RuntimeError: ggml could not compute it.
+            UnsupportedError: ggml could not compute it.
         """
         graph, found = self.weights.graph(len(self.inputs[0])), self.weights.engine
         for tensor, value in zip((graph.x, graph.ids, graph.weights), self.inputs, strict=True):
@@ -160,8 +160,12 @@ class _Run:
         found.library.threadpool_pause(found.pool)
         wake_torch()
         if status != 0:
-            raise RuntimeError(f"ggml ended with status {status}")
+            raise _refused(f"status {status}", "a graph that ggml computes")
         return seconds
+
+
+def _refused(got: str, needs: str) -> UnsupportedError:
+    return unsupported("bench layer", got=got, needs=needs, fix="Leave this peer out.")
 
 
 def _put(found: Engine, tensor: int, value: Tensor) -> None:

@@ -18,6 +18,7 @@ from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers import place
 from moestro.bench.peers.teams import settle, wake_torch
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
+from moestro.errors import unsupported
 from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, Routing
 
@@ -25,6 +26,8 @@ _NOT_CHOSEN = -6e4
 """A logit that float16 holds and whose exponential is 0."""
 
 _FOLDER = "python"
+_NEEDS = "a graph that this ONNX Runtime can run"
+_FIX = "Leave this peer out, or install the version that benchmarks/install_peers.py names."
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class _Session:
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except runtime.capi.onnxruntime_pybind11_state.Fail as error:
-            raise RuntimeError(str(error)) from None
+            raise unsupported("bench layer", got=f"{node.op_type} ({error})", needs=_NEEDS, fix=_FIX) from None
 
 
 class _Run:
@@ -167,7 +170,7 @@ def _prepare(stored: _Stored, layer: Layer) -> Bind:
 
 
 def _refuses(stored: _Stored, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-    if stored.dtype == torch.float32 and not stored.bits and dtype != torch.float32:
+    if not stored.bits and dtype.itemsize != stored.dtype.itemsize:
         return f"{dtype} has a peer of its own bits"
     if stored.bits and (spec.hidden_size % stored.group or spec.intermediate_size % stored.group):
         return f"it needs sizes that are multiples of {stored.group}"
