@@ -162,6 +162,15 @@ def test_plot_of_many_variants(quantised: Report, tmp_path: Path) -> None:
     assert imread(tmp_path / "roof.png").shape[0] > 500
 
 
+def test_a_place_without_a_panel_is_empty(report: Report, tmp_path: Path) -> None:
+    report.rows.append(replace(ROW, bits=8, variant="moestro-int8", format="int8"))
+    roofline(report, tmp_path / "roof.png")
+    picture = imread(tmp_path / "roof.png")[:, :, :3]
+    height, width = picture.shape[:2]
+    last = picture[int(height * 0.55) : int(height * 0.8), int(width * 0.55) : int(width * 0.95)]
+    assert last.min() == 1.0
+
+
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_plot_is_written(report: Report, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"roof{ending}"

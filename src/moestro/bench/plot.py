@@ -41,11 +41,11 @@ def roofline(report: Report, path: str | Path) -> None:
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(6.4 * columns, 4.6 * lines + 1.0), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False).flat
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     styles = _styles(report.rows)
     for axis, rows in zip(axes, panels, strict=False):
         _panel(axis, rows, report, styles)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
     handles = [figure.axes[0].plot([], [], label=name, **style)[0] for name, style in styles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(styles), 5), frameon=False)

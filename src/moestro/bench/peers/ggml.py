@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, Routing
 
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+REPACKED = {"q4_0": 4.5, "q4_K": 4.5, "mxfp4": 4.25}
+"""Types that ggml rearranges on x86-64, and their bits of a weight."""
+
 _COLUMNS = {"q4_K": 256, "q4_0": 32, "q8_0": 32, "mxfp4": 32}
 
 
@@ -56,8 +60,8 @@ class _Weights:
             if buffer_type is None:
                 raise _refused(kind, "a ggml that repacks")
         self.buffers = [lib.backend_alloc_ctx_tensors_from_buft(self.context, buffer_type)]
-        for tensor, weight in zip(self.matrices, _separated(layer), strict=True):
-            _put(self.engine, tensor, _encode(weight, kind))
+        for tensor, encoded in zip(self.matrices, _encoded(layer, kind, last=repack), strict=True):
+            _put(self.engine, tensor, encoded)
         self.biases: list[int] = []
         if spec.bias:
             self._bias_context = lib.context(2)
@@ -172,6 +176,20 @@ def _put(found: Engine, tensor: int, value: Tensor) -> None:
     found.library.backend_tensor_set(tensor, value.data_ptr(), 0, value.numel() * value.element_size())
 
 
+_KEPT: WeakKeyDictionary[Layer, dict[str, list[Tensor]]] = WeakKeyDictionary()
+
+
+def _encoded(layer: Layer, kind: str, last: bool) -> list[Tensor]:
+    """Both projections in one of ggml's types. What another peer repacks is kept for it, which asks last."""
+    kept = _KEPT.setdefault(layer, {})
+    found = kept.get(kind) or [_encode(weight, kind) for weight in _separated(layer)]
+    if last:
+        kept.pop(kind, None)
+    elif kind in REPACKED:
+        kept[kind] = found
+    return found
+
+
 def _separated(layer: Layer) -> tuple[Tensor, Tensor]:
     """gate_up [E, 2 * I, H], all of gate before all of up, and down."""
     gate_up, down = place.matrices(layer)
@@ -256,8 +274,5 @@ GGML = (
             ("mxfp4", 4, 4.25),
         )
     ),
-    *(
-        _variant(kind, _numbers(kind, 4, stored), repack=True)
-        for kind, stored in (("q4_0", 4.5), ("q4_K", 4.5), ("mxfp4", 4.25))
-    ),
+    *(_variant(kind, _numbers(kind, 4, stored), repack=True) for kind, stored in REPACKED.items()),
 )

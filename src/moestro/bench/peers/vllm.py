@@ -26,7 +26,6 @@ BF16, INT8, FP8, INT4, MXFP4 = range(5)
 """What `fused_experts_cpu` calls its methods."""
 
 _AWQ = 0
-_AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 _GROUP = 128
 
 
@@ -126,10 +125,10 @@ def _awq(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_words(codes: Tensor) -> Tensor:
-    """[A, N] codes of four bits -> int32 [A, N / 8]."""
-    shifts = torch.tensor(_AWQ_SHIFTS, dtype=torch.int64)
-    words = (codes.to(torch.int64).reshape(codes.shape[0], -1, 8) << shifts).sum(-1)
-    return (words - (words >> 31 << 32)).to(torch.int32)  # the same 32 bits with a sign
+    """[A, N] codes of four bits -> int32 [A, N / 8]: from the lowest nibble columns 0, 2, 4, 6, 1, 3, 5, 7."""
+    eights = codes.to(torch.uint8).reshape(codes.shape[0], -1, 8)
+    low, high = eights[..., [0, 4, 1, 5]], eights[..., [2, 6, 3, 7]]
+    return (low | high << 4).view(torch.int32).flatten(1)
 
 
 def _experts(method: int, pack: Callable[[Tensor], _Packed], layer: Layer) -> Bind:
