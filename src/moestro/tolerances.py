@@ -39,6 +39,9 @@ On normal weights the formats themselves cost 0.014 to 0.05 in 8 bits and 0.13 t
 out of eight costs a token about 0.35, halves that are swapped more than 1.
 """
 
+INT4_ROWS = 0.45
+"""The same for int4 with one scale a row, which costs 0.25 to 0.31."""
+
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """L2 norm of actual - expected over that of expected."""

@@ -43,12 +43,11 @@ def spoiled(name: str, spoil) -> Variant:
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
     points: list[str] = []
-    wanted = plan(tiny(name), dtypes=(torch.float32, torch.bfloat16), variants=("auto", "grouped"), peers=tuple(PEERS))
+    dense = {n: peer for n, peer in PEERS.items() if peer.numbers.bits is None}
+    wanted = plan(tiny(name), dtypes=(torch.float32, torch.bfloat16), variants=("auto", "grouped"), peers=tuple(dense))
     report = run(wanted, points.append)
     assert points == [f"{name} {dtype} T={t}" for dtype in ("float32", "bfloat16") for t in (1, 5)]
-    here = [
-        n for n, peer in PEERS.items() if peer.device is None and peer.absent() is None and peer.numbers.bits is None
-    ]
+    here = [n for n, peer in dense.items() if peer.device is None]
     assert [row.variant for row in report.rows] == ["moestro", "moestro-grouped", *here] * 4
     assert report.notes["run"][0] == "deepgemm, sonicmoe skipped: it needs a cuda device, this run is on cpu"
     assert not report.wrong
@@ -319,7 +318,7 @@ def test_json_schema(tiny, known_roof: Roof) -> None:
     assert report["roofs"] == {
         "float32": {"bytes_per_second": 1e10, "flops_per_second": 1e11, "balance": pytest.approx(10)}
     }
-    assert set(report["versions"]) == {"python", "moestro", "torch", "transformers"}
+    assert set(report["versions"]) >= {"python", "moestro", "torch", "transformers"}
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert len(report["rows"]) == 4
     for row in report["rows"]:

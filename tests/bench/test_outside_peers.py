@@ -20,10 +20,10 @@ from moestro.bench.peers.vllm import VLLM
 from moestro.bench.timing import OwnClock, wall_clock
 from moestro.reference import activate
 from moestro.settings import BENCH_PEERS_VARIABLE
-from moestro.tolerances import QUANTISED, disagreement, relative_error, too_far
+from moestro.tolerances import INT4_ROWS, QUANTISED, disagreement, relative_error, too_far
 from moestro.types import Routing
 
-OUTSIDE = {name: peer for name, peer in PEERS.items() if name.split("-")[0] in ("vllm", "ggml", "ort")}
+OUTSIDE = {name: peer for name, peer in PEERS.items() if name.split("-")[0] in ("vllm", "ggml", "ort", "kt")}
 PACKED = {peer.name: peer for peer in torch_packed.TORCH_PACKED}
 
 
@@ -87,6 +87,7 @@ def test_processors_without_the_instructions(monkeypatch: pytest.MonkeyPatch, tm
         assert (PEERS["vllm-int8"].absent() is None) == (feature == "amx_bf16")
     monkeypatch.setattr(machine, "features", list)
     assert PEERS["vllm-f32"].absent() == "vLLM has no kernels for this processor"
+    assert PEERS["kt-int8"].absent() == "kt-kernel has no kernels for this processor"
     assert "x86-64 with AVX2 only" in PEERS["onednn-int8"].absent()
 
 
@@ -111,6 +112,8 @@ def test_versions_of_installed_peers_are_reported(monkeypatch: pytest.MonkeyPatc
         ("ort-f32", {}, torch.bfloat16, "a peer of its own bits"),
         ("ort-int8-g128", {"hidden_size": 2880}, torch.float32, "multiples of 128"),
         ("ort-int4-g32", {"activation": replace(LAYERS["olmoe"].activation, kind="gelu")}, torch.float32, "activation"),
+        ("kt-bf16", {"bias": True}, torch.bfloat16, "no biases"),
+        ("kt-int8", {"hidden_size": 128}, torch.float32, "multiples of 256"),
         ("torch-int4", {"hidden_size": 96}, torch.float32, "multiples of 64"),
     ],
 )
@@ -124,7 +127,7 @@ def test_what_a_peer_refuses(name: str, changes: dict, dtype: torch.dtype, sente
 def test_stored_bits_are_those_of_the_class(name: str) -> None:
     numbers = PEERS[name].numbers
     assert numbers.bits <= numbers.bits_per_weight < numbers.bits + 1.5
-    assert numbers.bound == QUANTISED.get(numbers.bits)
+    assert numbers.bound == (INT4_ROWS if name == "kt-int4" else QUANTISED.get(numbers.bits))
 
 
 def test_rows_in_int8() -> None:

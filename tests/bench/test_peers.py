@@ -121,7 +121,7 @@ def test_names() -> None:
     assert everything[0] == "eager"
     place = everything.index("torch-grouped_mm")
     assert set(everything[1:place]) == set(ALL_EXPERTS_FUNCTIONS) - {"moestro"}
-    assert {name.split("-")[0] for name in everything[place:]} == {"torch", "vllm", "ggml", "ort", "onednn"}
+    assert {name.split("-")[0] for name in everything[place:]} == {"torch", "vllm", "ggml", "ort", "kt", "onednn"}
     assert {p.name for p in named_peers(["all"]) if p.device == "cuda"} == {"deepgemm", "sonicmoe"}
     with pytest.raises(InvalidInputError, match="peer 'vllm'; needs one of eager, "):
         named_peers(["eager", "vllm"])

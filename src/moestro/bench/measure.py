@@ -287,7 +287,9 @@ def no_room(variant: Variant, layer: Layer) -> str | None:
     """None, or the sentence why memory does not hold what a variant makes of the weights."""
     if variant.numbers.bits_per_weight is None:
         return None
-    needed = variant.numbers.bytes_per_expert(layer) * layer.num_experts + RESERVE_BYTES
+    weights = 3 * layer.spec.hidden_size * layer.spec.intermediate_size * layer.num_experts
+    copy = variant.numbers.bytes_per_expert(layer) * layer.num_experts
+    needed = round(copy + weights * variant.numbers.bits_to_prepare / 8) + RESERVE_BYTES
     free = machine.available_bytes(layer.device)
     if needed <= free:
         return None

@@ -7,6 +7,7 @@ numbers works on the very tensors of `Layer.stored`; one that stores them in its
 from __future__ import annotations
 
 from moestro.bench.peers.ggml import GGML
+from moestro.bench.peers.kt import KT
 from moestro.bench.peers.onnx import ONNX
 from moestro.bench.peers.ours import ours
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
@@ -18,7 +19,7 @@ from moestro.errors import invalid_input
 
 __all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "named_peers", "ours"]
 
-PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED, *VLLM, *GGML, *ONNX, *TORCH_PACKED)}
+PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED, *VLLM, *GGML, *ONNX, *KT, *TORCH_PACKED)}
 """Every peer by name: all of Transformers' implementations first."""
 
 

@@ -257,8 +257,8 @@ def _variant(kind: str, numbers: Numbers, repack: bool = False) -> Variant:
 
 def _numbers(kind: str, bits: int, stored: float) -> Numbers:
     if kind in _DENSE:
-        return Numbers(kind, bits, stored)
-    return Numbers(kind, bits, stored, bound=QUANTISED[bits], products="int8")
+        return Numbers(kind, bits, stored, bits_to_prepare=stored)
+    return Numbers(kind, bits, stored, bound=QUANTISED[bits], products="int8", bits_to_prepare=stored)
 
 
 GGML = (

@@ -186,12 +186,12 @@ def _variant(name: str, stored: _Stored, numbers: Numbers) -> Variant:
 
 
 def _quantised(bits: int, group: int) -> Variant:
-    numbers = Numbers(f"int{bits}-g{group}", bits, bits + 32 / group, bound=QUANTISED[bits])
+    numbers = Numbers(f"int{bits}-g{group}", bits, bits + 32 / group, bound=QUANTISED[bits], bits_to_prepare=32)
     return _variant(f"ort-int{bits}-g{group}", _Stored(torch.float32, bits, group), numbers)
 
 
 ONNX = (
-    _variant("ort-f32", _Stored(torch.float32), Numbers("float32", 32, 32)),
-    _variant("ort-f16", _Stored(torch.float16), Numbers("float16", 16, 16)),
+    _variant("ort-f32", _Stored(torch.float32), Numbers("float32", 32, 32, bits_to_prepare=32)),
+    _variant("ort-f16", _Stored(torch.float16), Numbers("float16", 16, 16, bits_to_prepare=32)),
     *(_quantised(bits, group) for bits in (8, 4) for group in (32, 128)),
 )

@@ -42,6 +42,7 @@ class Numbers:
         bound: None where the output has to be the expected one within the tolerance of the layer's dtype; else the
             most by which a token's output may be off, as the L2 norm of the difference over that of the expected.
         products: what is multiplied, and so of which peak its rate is a share.
+        bits_to_prepare: of a weight, in memory while the copy is made, beside it and whatever it is made from.
     """
 
     format: str = DENSE
@@ -50,6 +51,7 @@ class Numbers:
     reference: str = DENSE
     bound: float | None = None
     products: Literal["float", "int8"] = "float"
+    bits_to_prepare: float = 0.0
 
     def bits_in(self, dtype: torch.dtype) -> int:
         """Bits of a weight in a layer of this dtype."""

@@ -178,7 +178,7 @@ def _packed(method: int, pack: Callable[[Tensor], _Packed], numbers: Numbers, re
 
 
 def _quantised(format: str, bits: int, stored: float, products: Literal["float", "int8"] = "float") -> Numbers:
-    return Numbers(format, bits, stored, bound=QUANTISED[bits], products=products)
+    return Numbers(format, bits, stored, bound=QUANTISED[bits], products=products, bits_to_prepare=stored)
 
 
 VLLM = (
