@@ -54,22 +54,24 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
     """How many times longer the fastest peer takes than moestro, and its name; the latest result counts.
 
     By layer, moestro's variant (its format, and what it does otherwise than by default) and dtype of x, then by number
-    of tokens. Peers are those of the same point, whose weights have as many bits; both times are medians of calls that
-    alternated. A point at which moestro or all peers have no time has no number.
+    of tokens. Peers are those of the same point, whose weights have as many bits; a ratio is the median over rounds of
+    calls that alternated. A point at which moestro or all peers have no time has no number.
     """
     found: dict[tuple[str, str, str], dict[int, tuple[float, str]]] = {}
     for rows in points(results):
-        measured = [row for row in rows if row["status"] == "ok" and row["microseconds"]]
-        peers = [row for row in measured if row["kind"] == "peer"]
-        for row in measured:
-            if row["kind"] == "moestro" and peers:
-                best = min(peers, key=lambda peer: peer["microseconds"])
-                what = row["variant"].removeprefix("moestro").removeprefix("-") or row["dtype"]
-                key = (row["layer"], what, row["dtype"])
-                found.setdefault(key, {})[row["num_tokens"]] = (
-                    best["microseconds"] / row["microseconds"],
-                    best["variant"],
-                )
+        peers = [row for row in rows if row["kind"] == "peer" and row["status"] == "ok"]
+        for own in (row for row in rows if row["kind"] == "moestro" and row["status"] == "ok"):
+            ratios = [(_ratio(peer, own["variant"], rows[0]["variant"]), peer["variant"]) for peer in peers]
+            best = min(((ratio, name) for ratio, name in ratios if ratio is not None), default=None)
+            if best is not None:
+                what = own["variant"].removeprefix("moestro").removeprefix("-") or own["dtype"]
+                found.setdefault((own["layer"], what, own["dtype"]), {})[own["num_tokens"]] = best
+    return found
+
+
+def _ratio(peer: dict[str, Any], variant: str, first: str) -> float | None:
+    """Of a peer to a variant; older results have it for the first of the point only."""
+    found: float | None = peer.get("ratios", {}).get(variant, peer["ratio"] if variant == first else None)
     return found
 
 

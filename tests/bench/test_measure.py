@@ -148,6 +148,10 @@ def test_formats_against_peers_of_as_many_bits(tiny, known_roof: Roof) -> None:
     assert (right.peak, right.peak_share) == ("vnni", pytest.approx(right.gigaflops / 800))
     assert right.error == pytest.approx(0.15, rel=0.01)
     assert 0.05 < int4.error < mxfp4.error < 0.3
+    assert right.ratios["moestro-mxfp4"] == right.ratio
+    assert right.ratios.keys() == {"moestro-mxfp4", "moestro-int4-g32"}
+    assert mxfp4.ratios["moestro-mxfp4"] == 1.0
+    assert report.rows[-1].ratios == {}
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ class Row:
         error: relative L2 error of a checked output against the layer's own weights, whatever the variant's are.
         ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
         ratio_low, ratio_high: lower and upper quartile over rounds.
+        ratios: the same median against each of moestro's variants at the point, by name.
     """
 
     layer: str
@@ -145,6 +146,7 @@ class Row:
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
+    ratios: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -406,6 +408,7 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
         own = times.get(variant.name)
         if own is not None:
             row = point.timed(row, variant, own)
+            row.ratios.update((o.name, ratio(own, times[o.name]).median) for o in plan.ours if o.name in times)
             if baseline in times and variant.name != baseline:
                 against = ratio(own, times[baseline])
                 row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
