@@ -55,6 +55,7 @@ LAYERS = {
         LayerSpec("olmoe", "allenai/OLMoE-1B-7B-0924", "olmoe", 2048, 1024, 64, 8),
         LayerSpec("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", 2048, 768, 128, 8),
         LayerSpec("mixtral", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 4096, 14336, 8, 2, narrow_weights=False),
+        LayerSpec("mixtral-half", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 2048, 7168, 8, 2, narrow_weights=False),
         LayerSpec(
             "gpt-oss-20b",
             "openai/gpt-oss-20b",
