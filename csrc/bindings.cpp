@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings_peaks.h"
+#include "bindings_routing.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -163,10 +164,12 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     call.num_threads = num_threads;
     need(down.projection.rows == call.hidden_size, "a down projection that does not lead back to the hidden size");
     need(gate_up.projection.rows == call.intermediate_size * (a.gated ? 2 : 1), "projections that do not belong together");
-    const bool all_bf16 = call.x.dtype == Element::bf16 && call.gate_up.element == Element::bf16 && call.down.element == Element::bf16;
-    need(all_bf16 || !kIsas[isa]->tiles, "an instruction set that multiplies bfloat16 only, and something else");
+    const auto is_bf16 = [](const Projection& p) { return p.element == Element::bf16; };
+    const auto fits = [&](const Projection& p) { return is_bf16(p) || p.element > Element::bf16; };
+    need((call.x.dtype == Element::bf16 && fits(call.gate_up) && fits(call.down)) || !kIsas[isa]->tiles,
+         "an instruction set that multiplies bfloat16 only, and something else");
     const int64_t most_blocks = a.gated && !a.interleaved ? 2 : 1;
-    const bool whole_tiles = call.gate_up.num_blocks <= most_blocks && call.down.num_blocks == 1;
+    const bool whole_tiles = (call.gate_up.num_blocks <= most_blocks || !is_bf16(call.gate_up)) && (call.down.num_blocks == 1 || !is_bf16(call.down));
     need(whole_tiles || !kIsas[isa]->tiles, "matrices that end inside a tile");
     if (call.num_tokens == 0 || call.hidden_size == 0) return;
     need(call.out && call.x.data && (call.top_k == 0 || (call.expert_ids && call.routing_weights)), "no address");
@@ -195,4 +198,5 @@ NB_MODULE(_native, m) {
     m.def("expert_mlp", &run);
     m.def("isas", &isas);
     bind_peaks(m);
+    register_routing(m);
 }

@@ -100,31 +100,40 @@ struct FourRows {
     int64_t ahead = 0;  // bytes from a row to one that will be read soon
 };
 
-// Two times up to 16 rows of bfloat16 weights, each with its own distance between rows, in bytes.
+// Two times up to 16 rows of weights: of bfloat16 each with its own distance between rows, in bytes; packed ones one by one,
+// the last of them repeated.
 struct TileRows {
+    Element element = Element::bf16;
+    Scale scale = Scale::none;
     const uint8_t* first[2];
     int64_t stride[2];
     int count[2];
-    int64_t columns = 0;
+    int64_t columns = 0, group_columns = 0;  // group_columns 0: one scale for all columns
     int64_t ahead = 0;     // bytes from a row to one that will be read soon
     int64_t out_step = 0;  // words from one tile of h to the next
+    int width = 16;        // tokens of a tile
+    bool out_nibbles = false;  // whether h will meet nibbles
+    const uint8_t *data[32], *scales[32], *zeros[32];
+    float global_scale[32];
 };
 
-// An instruction set that multiplies tiles: 16 tokens stand together, their columns in pairs, as the words
-// [block of 32 columns][pair][token].
+// An instruction set that multiplies tiles: up to 16 tokens stand together, their columns in pairs, as the words
+// [block of 32 columns][pair][token]. Columns that meet nibbles are in the order of amx_panels.h.
 struct TileOps {
     void (*begin)();  // on each thread, before products and after them
     void (*end)();
-    // `rows` are 16 tokens of bfloat16, null for none.
-    void (*pack)(const uint16_t* const* rows, int64_t columns, uint32_t* to);
-    // h of the columns that the rows make up. `bias` has 32 values, or is null. `scratch` has `tile_scratch_bytes(columns)`.
+    // `rows` are 16 tokens of bfloat16, null for none; from `width` on there are none.
+    void (*pack)(const uint16_t* const* rows, int width, int64_t columns, bool nibbles, uint32_t* to);
+    // h of the columns that the rows make up, the first of which is `column`. `bias` has 32 values, or is null. `scratch` has
+    // `tile_scratch_bytes(columns)`.
     void (*gate_up)(const TileRows& rows, const float* bias, const Activation& activation, const uint32_t* x, int64_t num_tiles,
-                    uint32_t* h, uint8_t* scratch);
+                    int64_t column, uint32_t* h, uint8_t* scratch);
     // y[t][i] for token t of the tiles and row i; null where there is no token.
     void (*down)(const TileRows& rows, const float* bias, const uint32_t* h, int64_t num_tiles, float* const* y, uint8_t* scratch);
 };
 constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256; }
-constexpr int64_t tile_scratch_bytes(int64_t columns) { return 2 * 16 * ((columns + 31) / 32 * 64 + 64); }
+// Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
+constexpr int64_t tile_scratch_bytes(int64_t columns) { return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64); }
 
 // What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
 // which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.

@@ -15,6 +15,7 @@ struct Active {
     int64_t first_tile = 0;
 
     int64_t num_tiles() const { return (num_rows + 15) / 16; }
+    int tile_width() const { return num_rows > 8 ? 16 : num_rows > 4 ? 8 : num_rows > 2 ? 4 : static_cast<int>(num_rows); }
 };
 
 // Rows in the order of experts, those with most rows first; of one expert in the order of slots.

@@ -93,7 +93,7 @@ inline Spread spread_of(int64_t group) {
 inline F spread(const float* p, Spread by) { return {_mm512_permutexvar_ps(by.index, _mm512_loadu_ps(p))}; }
 
 // gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined first.
-inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 // Four sums of lanes. Each adds its lanes in the same order, whatever its place.
 inline void sums(F a, F b, F c, F d, float* out) {

@@ -124,8 +124,11 @@ private:
         h_ = x_ + x_floats;
         y_ = h_ + h_floats;
         if (isa_.tiles) {
-            for (int64_t t = 0; t < rows_.num_tiles && call_.intermediate_size % 32; ++t)
-                std::memset(h_tile(t + 1) - 256, 0, 256 * sizeof(uint32_t));
+            for (const Active& a : rows_.active) {
+                const int64_t block = 16 * a.tile_width(), last = (call_.intermediate_size - 1) / 32 * block;
+                for (int64_t t = 0; t < a.num_tiles() && call_.intermediate_size % 32; ++t)
+                    std::memset(h_tile(a.first_tile + t) + last, 0, static_cast<size_t>(block) * sizeof(uint32_t));
+            }
             return;
         }
         if (h_layout_.padded != h_layout_.columns)
@@ -161,7 +164,7 @@ private:
             isa_.combine(&one, &factor, 1, hidden, weighted + i * hidden, Element::bf16);
             rows[i] = weighted + i * hidden;
         }
-        isa_.tiles->pack(rows, hidden, x_tile(tile));
+        isa_.tiles->pack(rows, a.tile_width(), hidden, is_nibble(call_.gate_up.element), x_tile(tile));
     }
 
     // A token's row, or with weights on the input a (token, slot) pair's, as floats in the order of gate_up's columns.
@@ -305,8 +308,15 @@ private:
     }
 
     // `count` rows from each of two places: `at` and `at + apart`, one in `every` of them.
-    TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64_t apart, int64_t every, const int* count) const {
+    TileRows tile_rows(const Projection& p, const Active& active, int64_t at, int64_t apart, int64_t every, const int* count) const {
+        const int64_t expert = active.expert;
         TileRows found;
+        found.width = active.tile_width();
+        found.element = p.element;
+        found.scale = p.scale;
+        found.columns = p.columns;
+        found.group_columns = p.group_columns;
+        found.ahead = (apart == 16 ? 32 : 16 * every) * p.row_stride;
         const int64_t block_rows = p.rows / p.num_blocks;
         for (int i = 0; i < 2; ++i) {
             const int64_t row = at + i * apart, block = std::min(row / block_rows, p.num_blocks - 1);
@@ -314,8 +324,17 @@ private:
             found.stride[i] = every * p.row_stride;
             found.count[i] = count[i];
         }
-        found.columns = p.columns;
-        found.ahead = (apart == 16 ? 32 : 16 * every) * p.row_stride;
+        if (p.scale == Scale::none) return found;
+        for (int i = 0; i < 32; i += 4) {
+            const int half = i / 16, last = std::max(count[half], 1) - 1;
+            int64_t four[4];
+            for (int j = 0; j < 4; ++j) four[j] = at + half * apart + std::min(i % 16 + j, last) * every;
+            const FourRows rows = rows_of(p, expert, four, 0);
+            std::copy(rows.data, rows.data + 4, found.data + i);
+            std::copy(rows.scales, rows.scales + 4, found.scales + i);
+            std::copy(rows.zeros, rows.zeros + 4, found.zeros + i);
+            std::copy(rows.global_scale, rows.global_scale + 4, found.global_scale + i);
+        }
         return found;
     }
 
@@ -341,9 +360,10 @@ private:
             const int count[2] = {std::min(left, 16), act.gated ? std::min(left, 16) : std::clamp(left - 16, 0, 16)};
             float values[32];
             const float* bias = tile_bias(call_.gate_up_bias, active.expert, c * every, apart, every, count, values);
-            TileRows rows = tile_rows(call_.gate_up, active.expert, c * every, count[1] ? apart : 0, every, count);
+            TileRows rows = tile_rows(call_.gate_up, active, c * every, count[1] ? apart : 0, every, count);
             rows.out_step = tile_words(call_.intermediate_size);
-            isa_.tiles->gate_up(rows, bias, act, x_tile(first), n, h_tile(first) + c / 2 * 16, room);
+            rows.out_nibbles = is_nibble(call_.down.element);
+            isa_.tiles->gate_up(rows, bias, act, x_tile(first), n, c, h_tile(first), room);
         }
     }
 
@@ -357,7 +377,7 @@ private:
                 y[t] = before + t < active.num_rows ? y_ + (active.first_row + before + t) * y_stride_ + i : nullptr;
             float values[32];
             const float* bias = tile_bias(call_.down_bias, active.expert, i, 16, 1, count, values);
-            const TileRows rows = tile_rows(call_.down, active.expert, i, count[1] ? 16 : 0, 1, count);
+            const TileRows rows = tile_rows(call_.down, active, i, count[1] ? 16 : 0, 1, count);
             isa_.tiles->down(rows, bias, h_tile(first), n, y, room);
         }
     }

@@ -1,4 +1,5 @@
-// bfloat16 weights and tokens on AMX: 16 rows of weights, as they lie, times 16 tokens whose values were put in pairs.
+// bfloat16 tokens on AMX: 16 rows of weights, bfloat16 as they lie or panels that were decoded, times 16 tokens whose
+// values were put in pairs.
 //
 // A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever else
 // is in the tile. What stands between the projections is rounded to bfloat16.
@@ -6,6 +7,7 @@
 #define MOESTRO_ISA moestro_amx
 #include "../vec_avx512.h"
 #include "../epilogue.h"
+#include "../amx_panels.h"
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -14,18 +16,27 @@
 
 namespace MOESTRO_ISA {
 
-using moestro::TileRows;
-constexpr int kTile = 16;       // rows of weights, tokens, and pairs of columns of a tile
-constexpr int64_t kColumns = 32;
 constexpr int64_t kTileWords = kTile * kTile;
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
 };
-static const TileConfig kConfig;  // of all of which gcc 12 does not know that the instruction reads it
-static void begin() { _tile_loadconfig(&kConfig); }
+static thread_local int configured = 0;  // tokens of a tile
+
+// Tiles 4 and 5 are of weights, 6 and 7 of tokens, the others of sums.
+static void configure(int width) {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) {
+        config.rows[i] = kTile;
+        config.row_bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? 64 : 4 * width);
+    }
+    __asm__ volatile("" : : "m"(config));  // gcc 12 does not know that the instruction reads all of it
+    _tile_loadconfig(&config);
+    configured = width;
+}
+static void begin() { configure(kTile); }
 static void end() { _tile_release(); }
 
 MOESTRO_INLINE __m512i rounded(__m512 v) {
@@ -66,14 +77,21 @@ static void transpose(__m512i* r) {
 }
 
 // 16 tokens' rows of bfloat16, null for none, as tiles one after the other: to[block][pair][token].
-static void pack(const uint16_t* const* rows, int64_t columns, uint32_t* to) {
-    for (int64_t k = 0; k < columns; k += kColumns, to += kTileWords) {
+static void pack(const uint16_t* const* rows, int width, int64_t columns, bool nibbles, uint32_t* to) {
+    const auto tokens = static_cast<__mmask16>((1 << width) - 1);
+    alignas(64) uint16_t order[32];
+    for (int i = 0; i < 32; ++i) order[i] = static_cast<uint16_t>(nibbles ? 4 * (i % 8) + i / 8 : i);
+    const __m512i index = _mm512_load_si512(order);
+    for (int64_t k = 0; k < columns; k += kColumns, to += kTile * width) {
         const int64_t n = columns - k < kColumns ? columns - k : kColumns;
         const __mmask32 mask = n == kColumns ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
         __m512i r[16];
-        for (int t = 0; t < kTile; ++t) r[t] = rows[t] ? _mm512_maskz_loadu_epi16(mask, rows[t] + k) : _mm512_setzero_si512();
+        for (int t = 0; t < kTile; ++t) {
+            r[t] = rows[t] ? _mm512_maskz_loadu_epi16(mask, rows[t] + k) : _mm512_setzero_si512();
+            if (nibbles) r[t] = _mm512_permutexvar_epi16(index, r[t]);
+        }
         transpose(r);
-        for (int t = 0; t < kTile; ++t) _mm512_storeu_si512(to + t * kTile, r[t]);
+        for (int t = 0; t < kTile; ++t) _mm512_mask_storeu_epi32(to + t * width, tokens, r[t]);
     }
 }
 
@@ -117,7 +135,7 @@ static Source source_of(const TileRows& w, uint8_t* scratch) {
 }
 
 // c[tile][half][row][token] for one or two tiles of tokens, `step` words apart.
-template <int Tiles> static void product(const Source& s, const uint32_t* x, int64_t step, float* c) {
+template <int Tiles> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
     __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
     _tile_zero(0);
     _tile_zero(1);
@@ -127,7 +145,7 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
     }
     const uint8_t *a = s.rows[0], *b = s.rows[1];
     const int64_t blocks = s.whole + s.has_last;
-    for (int64_t k = 0; k < blocks; ++k, a += 64, b += 64, x += kTileWords) {
+    for (int64_t k = 0; k < blocks; ++k, a += 64, b += 64, x += kTile * width) {
         const bool last = k == s.whole;
         if (s.ahead && !last) {
 #pragma GCC unroll 16
@@ -136,13 +154,13 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
                 _mm_prefetch(reinterpret_cast<const char*>(b + r * s.stride[1] + s.ahead), _MM_HINT_T1);
             }
         }
-        _tile_loadd(6, x, 64);
+        _tile_loadd(6, x, 4 * width);
         _tile_loadd(4, last ? s.last[0] : a, last ? 64 : s.stride[0]);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, last ? s.last[1] : b, last ? 64 : s.stride[1]);
         _tile_dpbf16ps(1, 5, 6);
         if constexpr (Tiles == 2) {
-            _tile_loadd(7, x + step, 64);
+            _tile_loadd(7, x + step, 4 * width);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -155,45 +173,158 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
     }
 }
 
-template <class Each> MOESTRO_INLINE void products(const Source& s, const uint32_t* x, int64_t step, int64_t tiles, Each each) {
-    alignas(64) float c[4 * kTileWords];
+// The sums of one or two tiles of tokens, each half of whose rows is in a tile.
+template <int Tiles> MOESTRO_INLINE void clear() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (Tiles == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+// Adds the products of a block of 32 columns; `meanwhile(i)` is what the processor may do beside those of half i.
+template <int Tiles, class Meanwhile> MOESTRO_INLINE void multiply(const uint16_t* tiles, const uint32_t* x, int width, int64_t step, Meanwhile meanwhile) {
+    _tile_loadd(6, x, 4 * width);
+    _tile_loadd(4, tiles, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (Tiles == 2) {
+        _tile_loadd(7, x + step, 4 * width);
+        _tile_dpbf16ps(2, 4, 7);
+    }
+    meanwhile(0);
+    _tile_loadd(5, tiles + kTile * kColumns, 64);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (Tiles == 2) _tile_dpbf16ps(3, 5, 7);
+    meanwhile(1);
+}
+template <int Tiles> MOESTRO_INLINE void store_tiles(float* c) {
+    _tile_stored(0, c, 64);
+    _tile_stored(1, c + kTileWords, 64);
+    if constexpr (Tiles == 2) {
+        _tile_stored(2, c + 2 * kTileWords, 64);
+        _tile_stored(3, c + 3 * kTileWords, 64);
+    }
+}
+
+// Adds the sums of n groups, `first` the first of them, times the scale of each row, to c.
+template <int Tiles> static void add_scaled(const Packed& p, int64_t first, int64_t n, const float* sums, float* c) {
+    for (int t = 0; t < 2 * Tiles; ++t) {
+        const int half = t % 2;
+        float* to = c + t * kTileWords;
+        F sum[kTile];
+#pragma GCC unroll 16
+        for (int row = 0; row < kTile; ++row) sum[row] = load(to + row * kTile);
+        for (int64_t g = 0; g < n; ++g) {
+            const float *from = sums + (g * 2 * Tiles + t) * kTileWords, *scales = p.scales + half * kTile * p.room + first + g;
+#pragma GCC unroll 16
+            for (int row = 0; row < kTile; ++row) sum[row] = fma(load(from + row * kTile), set1(scales[row * p.room]), sum[row]);
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < kTile; ++row) store(to + row * kTile, sum[row]);
+    }
+}
+
+// c as `product` has it, from panels: those of all columns stand one after the other in `panels`, or two take turns.
+template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode, bool keep, const uint32_t* x, int64_t step, float* c) {
+    const Packed& p = decoder.p;
+    const int width = p.rows->width;
+    const bool by_group = p.scaled == Scaled::group;
+    const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords, per_group = by_group ? p.group / kColumns : blocks;
+    alignas(64) float sums[4 * 2 * Tiles * kTileWords];
+    if (by_group && width < kTile) std::memset(sums, 0, sizeof sums);
+    if (by_group) std::memset(c, 0, Tiles * 2 * kTileWords * sizeof(float));
+    const auto panel = [&](int64_t i) { return panels + (keep ? i : i % 2) * kPanelWords; };
+    for (int r = 0; r < 2 * kTile && decode && blocks; r += kPart) decoder.part(0, r, panel(0));
+    clear<Tiles>();
+    for (int64_t b = 0, in_group = 0, groups = 0; b < blocks; ++b) {
+        // The next panel is decoded part by part while products of this one are under way.
+        const int64_t next = b / 4 + 1;
+        const bool more = decode && next * 4 < blocks;
+        uint16_t* const to = panel(next);
+        __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
+        multiply<Tiles>(panel(b / 4) + b % 4 * 2 * kTile * kColumns, x + b * kTile * width, width, step, [&](int half) __attribute__((always_inline)) {
+            if (more) decoder.part(next * kPanel, static_cast<int>(b % 4 * 2 + half) * kPart, to);
+        });
+        const bool last = b + 1 == blocks;
+        if (!by_group || (++in_group < per_group && !last)) continue;
+        store_tiles<Tiles>(sums + groups++ * 2 * Tiles * kTileWords);
+        in_group = 0;
+        if (!last) clear<Tiles>();
+        if (b % 4 != 3 && !last) continue;
+        __asm__ volatile("" ::: "memory");
+        add_scaled<Tiles>(p, (b - b % 4) / per_group, groups, sums, c);
+        groups = 0;
+    }
+    if (!by_group) store_tiles<Tiles>(c);
+}
+
+template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, const uint32_t* x, int64_t step, int64_t tiles, uint8_t* scratch, Each each) {
+    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay as they are
+    float factors[2 * kTile];
+    const Packed p = packed_of(w, reinterpret_cast<float*>(scratch), factors);
+    auto* panels = reinterpret_cast<uint16_t*>(scratch + round_up(4 * kTile * p.room * 4, 64));
+    for (int64_t t = 0; t < tiles; t += 2) {
+        const bool two = t + 1 < tiles, decode = t == 0, keep = tiles > 2;
+        with_decoder(p, [&](const auto& decoder) {
+            if (two) packed_product<2>(decoder, panels, decode, keep, x + t * step, step, c);
+            else packed_product<1>(decoder, panels, decode, keep, x + t * step, step, c);
+        });
+        for (int i = 0; i < (two ? 2 : 1); ++i) {
+            float* sums = c + 2 * i * kTileWords;
+            for (int row = 0; row < 2 * kTile; ++row) store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
+            each(t + i, sums);
+        }
+    }
+}
+
+// Calls each(tile, its sums [half][row][token]) for every tile of tokens.
+template <class Each> MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles, uint8_t* scratch, Each each) {
+    const int64_t step = moestro::tile_words(w.columns);
+    if (w.width != configured) configure(w.width);
+    if (w.element != Element::bf16) return packed_products(w, x, step, tiles, scratch, each);
+    const Source s = source_of(w, scratch);
+    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay as they are
     for (int64_t t = 0; t < tiles; t += 2) {
         const bool two = t + 1 < tiles;
-        if (two) product<2>(s, x + t * step, step, c);
-        else product<1>(s, x + t * step, step, c);
+        if (two) product<2>(s, x + t * step, w.width, step, c);
+        else product<1>(s, x + t * step, w.width, step, c);
         each(t, c);
         if (two) each(t + 1, c + 2 * kTileWords);
     }
 }
 
 // The first rows of each half are gate's and up's (gated), or the lower and the upper half of 32 columns of h.
-static void gate_up(const TileRows& w, const float* bias, const Activation& act, const uint32_t* x, int64_t tiles, uint32_t* h, uint8_t* scratch) {
-    const Source s = source_of(w, scratch);
-    const int64_t step = (w.columns + kColumns - 1) / kColumns * kTileWords;
-    products(s, x, step, tiles, [&](int64_t t, float* c) __attribute__((always_inline)) {
+static void gate_up(const TileRows& w, const float* bias, const Activation& act, const uint32_t* x, int64_t tiles, int64_t column, uint32_t* h, uint8_t* scratch) {
+    products(w, x, tiles, scratch, [&](int64_t t, float* c) __attribute__((always_inline)) {
         const auto value = [&](int half, int row) {
             F v = load(c + (half * kTile + row) * kTile);
             if (bias) v = v + set1(bias[half * kTile + row]);
             return act.limited ? at_most(v, act.limit) : v;
         };
         const auto result = [&](int half, int row) {
+            if (row >= w.count[half]) return zero();
             const F gate = apply(act.kind, act.alpha, value(half, row));
             if (!act.gated) return gate;
             const F up = value(1, row);
             return gate * ((act.limited ? at_least(up, -act.limit) : up) + set1(act.up_offset));
         };
         uint32_t* to = h + t * w.out_step;
-        for (int half = 0; half < (act.gated ? 1 : 2) && w.count[half]; ++half)
-            for (int row = 0; row < kTile; row += 2, to += kTile)
-                _mm512_storeu_si512(to, pairs(result(half, row), result(half, row + 1)));
+        const auto tokens = static_cast<__mmask16>((1 << w.width) - 1);
+        for (int half = 0; half < (act.gated ? 1 : 2) && w.count[half]; ++half) {
+            const int64_t first = column + half * kTile;
+            for (int row = 0; row < kTile; row += 2) {
+                // Columns a and b of h make up a pair: neighbours, or four apart where nibbles follow.
+                const int a = w.out_nibbles ? row / 8 * 8 + row % 8 / 2 : row, b = w.out_nibbles ? a + 4 : a + 1;
+                const int64_t at = first + a, pair = w.out_nibbles ? at / kColumns * kTile + at % 4 * 4 + at % kColumns / 8 : at / 2;
+                _mm512_mask_storeu_epi32(to + pair * w.width, tokens, pairs(result(half, a), result(half, b)));
+            }
+        }
     });
 }
 
 // y[t][first + i] for the tokens of the tiles that have a row.
 static void down(const TileRows& w, const float* bias, const uint32_t* h, int64_t tiles, float* const* y, uint8_t* scratch) {
-    const Source s = source_of(w, scratch);
-    const int64_t step = (w.columns + kColumns - 1) / kColumns * kTileWords;
-    products(s, h, step, tiles, [&](int64_t t, float* c) __attribute__((always_inline)) {
+    products(w, h, tiles, scratch, [&](int64_t t, float* c) __attribute__((always_inline)) {
         for (int half = 0; half < 2; ++half) {
             const int n = w.count[half];
             __m512i r[16];
@@ -223,7 +354,8 @@ static bool allowed() {
 static bool runs_here() {
     __builtin_cpu_init();
     const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from operator import is_
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from moestro.formats import PackedTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
 from moestro.ops.expert_mlp import expert_mlp, run, tuning
 from moestro.types import SWIGLU, Activation, Routing
-from moestro.weights import ExpertWeights, Layout
+from moestro.weights import Built, ExpertWeights, Layout
 
 _FORMATS = "moestro_formats"
 """The key of a state dict's metadata under which stored experts name their formats."""
@@ -77,7 +76,7 @@ class Experts(nn.Module):
         self.activation = activation
         self.strategy = strategy
         self._stored: dict[str, _Stored] = {}
-        self._built: tuple[list[Tensor | None], ExpertWeights] | None = None
+        self._built: Built | None = None
         self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
@@ -141,12 +140,13 @@ class Experts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The parameters and buffers of the moment as the value the primitive takes."""
-        if not any(stored.layout.num_blocks for stored in self._stored.values()) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._build()
-        now = [*self._buffers.values(), *self._parameters.values()]
-        if self._built is None or not all(map(is_, now, self._built[0])):
-            self._built = now, self._build()
-        return self._built[1]
+        parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        built, buffers = self._built, tuple(self._buffers.values())
+        if built is None or not built.stands(parameters, buffers):
+            self._built = built = Built(self._build(), parameters, buffers)
+        return built.weights
 
     def _build(self) -> ExpertWeights:
         gate_up, down = (
@@ -155,21 +155,23 @@ class Experts(nn.Module):
         )
         return ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, self.activation)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        parameter = getattr(self, name)
-        return self._stored[name].shape if parameter is None else tuple(parameter.shape)
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """[E, H, I], that of `down`."""
+        down = self.down
+        return self._stored["down"].shape if down is None else down.shape
 
     @property
     def num_experts(self) -> int:
-        return self._shape("down")[0]
+        return self._shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return self._shape("down")[1]
+        return self._shape[1]
 
     @property
     def intermediate_size(self) -> int:
-        return self._shape("down")[2]
+        return self._shape[2]
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """y [T, H] for x [T, H]; everything is checked as in `moestro.expert_mlp`."""

@@ -77,7 +77,8 @@ class MoE(nn.Module):
         Raises:
             InvalidInputError: the last dimension of x is not H, or a router's logits are NaN.
         """
-        shape, hidden_size = x.shape, self.experts.hidden_size
+        experts = self.experts
+        shape, hidden_size = x.shape, experts.hidden_size
         if x.dim() < 1 or shape[-1] != hidden_size or not x.is_floating_point():
             raise invalid_input(
                 "MoE",
@@ -85,12 +86,12 @@ class MoE(nn.Module):
                 needs=f"floating-point [..., {hidden_size}]",
                 fix="The last dimension is hidden_size.",
             )
-        x = x.reshape(-1, hidden_size)
+        x = x if len(shape) == 2 else x.reshape(-1, hidden_size)
         routing = self.route(x)
         # Routings of our own routers fit by construction; those of a rewrite, a dispatcher or another router may not.
         own = type(self.router) in (TopKRouter, GroupLimitedRouter)
         trusted = own and self.rewrite is None and self.dispatcher is None
-        call = self.experts.trusted if trusted else self.experts
+        call = experts.trusted if trusted else experts
         if self.dispatcher is None:
             y = call(x, routing)
         else:
@@ -98,7 +99,7 @@ class MoE(nn.Module):
             y = self.dispatcher.combine(call(rows, local), handle)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
-        return y.reshape(shape)
+        return y if len(shape) == 2 else y.reshape(shape)
 
 
 class FFN(MoE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -110,15 +111,15 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.shape[0]
+        return self.gate_up.num_experts
 
     @property
     def hidden_size(self) -> int:
-        return self.gate_up.shape[2]
+        return self.gate_up.num_columns
 
     @property
     def intermediate_size(self) -> int:
-        return self.down.shape[2]
+        return self.down.num_columns
 
     @property
     def bytes_per_expert(self) -> int:
@@ -202,6 +203,34 @@ class Layout:
         matrices = (tuple(packed[i : i + self.num_blocks]) for i in range(0, len(packed), self.num_blocks))
         split: SplitTensor = _unchecked(SplitTensor, matrices=tuple(matrices))
         return split
+
+
+class Built:
+    """Weights, and the tensors that they were made of; kept in a module they save making the same value at every call.
+
+    A copy or a pickle of the module finds None in its place.
+
+    Args:
+        weights: the value.
+        parameters: those of the tensors that a cast of the module may give another dtype, or `.data =` another shape.
+        others: those that are replaced as a whole.
+    """
+
+    def __init__(
+        self, weights: ExpertWeights, parameters: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()
+    ) -> None:
+        self.weights = weights
+        self._tensors = [*parameters, *others]
+        self._kinds = [(t, t.dtype, t.shape, t.stride()) for t in parameters if t is not None]
+
+    def stands(self, parameters: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
+        """Whether these are the same tensors, and the parameters still of the same dtypes, shapes and strides."""
+        now = [*parameters, *others]
+        same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))
+        return same and all(t.dtype is d and t.shape == shape and t.stride() == s for t, d, shape, s in self._kinds)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _unchecked(cls: Any, **values: Any) -> Any:

@@ -223,3 +223,39 @@ def test_an_activation_with_parameters_stays_its_own_and_trains():
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
     ours.sum().backward()
     torch.testing.assert_close(module.act_fn.alpha.grad, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_follows_parameters_that_are_moved_replaced_cast_and_trained(architecture):
+    """What a module's parameters make up is kept between calls, and never after it has changed."""
+    module = module_of(architecture)
+    x, ids, weights = routed(6, num_experts=module.num_experts)
+
+    def check():
+        torch.testing.assert_close(serve(module, x, ids, weights), module(x, ids, weights), rtol=1e-5, atol=1e-5)
+
+    def built():
+        return experts.expert_weights(module, experts.plan_of(module))
+
+    with torch.no_grad():
+        check()
+        assert built() is built()
+        module.down_proj.mul_(2)
+        check()
+        for name, parameter in list(module.named_parameters()):
+            old, parameter.data = parameter.data, parameter.data.clone() * 1.5
+            old.fill_(torch.nan)
+            check()
+            setattr(module, name, nn.Parameter(parameter.detach().clone() / 1.5))
+            check()
+        module.bfloat16()
+        assert built().gate_up.format.name == "bfloat16"
+        module.float()
+        check()
+        copied = copy.deepcopy(module)
+        module.down_proj.zero_()
+        assert serve(copied, x, ids, weights).any()
+        assert built() is not experts.expert_weights(copied, experts.plan_of(copied))
+    module.requires_grad_()
+    serve(module, x, ids, weights).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,9 @@ RUNNING = [isa for isa in native.ISAS if isa.runs_here and not isa.multiplies_bf
 TILED = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_bfloat16]
 STORED = [name for name in FORMATS if name != "float64"]
 STRATEGIES = ("grouped", "selective", "blockwise-1", "blockwise-5", "blockwise-96", "all_experts")
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = Path(moestro.__file__).parents[1]
 
 every_isa = pytest.mark.parametrize("isa", RUNNING, ids=lambda isa: isa.name)
 every_tiled_isa = pytest.mark.parametrize("isa", TILED, ids=lambda isa: isa.name)
@@ -47,3 +54,14 @@ def stored_weights(name: str, sizes: problems.Sizes, activation: Activation, bia
     """Random experts in a format; made once, so nobody may write to them."""
     torch.manual_seed(sizes.hidden_size)
     return problems.weights(sizes, activation, torch.float32, bias=bias).quantize(name)
+
+
+def output(*arguments: str, timeout: int = 120) -> str:
+    """What a Python process prints that is to end well, with moestro and the tests' modules to import."""
+    path = os.pathsep.join((str(PACKAGE), str(TESTS)))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=timeout, env=environment
+    )
+    assert found.returncode == 0, f"{found.returncode}: {found.stderr[-3000:]}"
+    return found.stdout

@@ -399,8 +399,8 @@ def test_blockwise_without_a_size_uses_the_measured_roof(monkeypatch):
     x = torch.randn(9, 8)
     from moestro import machine
 
-    seen, original = [], plain.grouping.block_schedule
-    monkeypatch.setattr(plain.grouping, "block_schedule", lambda i, e, b: seen.append(b) or original(i, e, b))
+    seen, original = [], plain.grouping.run_blocks
+    monkeypatch.setattr(plain.grouping, "run_blocks", lambda i, e, b: seen.append(b) or original(i, e, b))
     for balance, size in ((1.0, 16), (40.0, 128), (1e9, 1024)):
         monkeypatch.setattr(machine, "roof", lambda *a, b=balance: machine.Roof(1.0, b))
         check(x, routing, weights, "blockwise")

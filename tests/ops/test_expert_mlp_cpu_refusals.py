@@ -215,7 +215,7 @@ def test_the_best_is_picked_by_itself(calls, parts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_rows_and_many_tokens_are_left_to_torch(dtype):
-    """By shape alone, and only while nothing is forced."""
+    """By shape alone, and only while nothing is forced and PyTorch was not asked for the same bits every time."""
     weights = ExpertWeights.from_dense(torch.zeros(1, 2, 8193, dtype=dtype), torch.zeros(1, 8193, 1, dtype=dtype))
     x = torch.zeros(49, 8193, dtype=dtype)
 
@@ -224,6 +224,8 @@ def test_long_rows_and_many_tokens_are_left_to_torch(dtype):
         found = moestro.explain(moestro.expert_mlp, x[:num_tokens], routing, weights).candidates
         return [c.reason or "" for c in found if c.name.startswith("cpu-")]
 
+    assert "" in reasons(49)  # tests ask for deterministic algorithms
+    torch.use_deterministic_algorithms(False)
     assert "" not in reasons(49)
     assert any("faster from 48 rows" in reason for reason in reasons(49))
     assert not any("faster from 48 rows" in reason for reason in reasons(48))

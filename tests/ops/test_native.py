@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -19,21 +18,9 @@ from moestro.ops.native import Isa
 from tolerances import bit_equal
 
 from . import problems
-from .engines import RUNNING, every_isa, needs_engine, stored_weights
+from .engines import RUNNING, every_isa, needs_engine, output, stored_weights
 
 TESTS = Path(__file__).parents[1]
-PACKAGE = Path(moestro.__file__).parents[1]
-
-
-def output(*arguments: str, timeout: int = 120) -> str:
-    """What a Python process prints that is to end well, with moestro and the tests' modules to import."""
-    path = os.pathsep.join((str(PACKAGE), str(TESTS)))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=timeout, env=environment
-    )
-    assert found.returncode == 0, f"{found.returncode}: {found.stderr[-3000:]}"
-    return found.stdout
 
 
 @needs_engine

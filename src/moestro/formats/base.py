@@ -124,6 +124,16 @@ class PackedTensor:
         return (*self.data.shape[:-1], self.data.shape[-1] * self.format.per_item)
 
     @property
+    def num_experts(self) -> int:
+        """E of a stack."""
+        return self.data.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """K, what a product sums over."""
+        return self.data.shape[-1] * self.format.per_item
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor it is made of: data, scales, zeros, global_scales."""
         return tuple(t for t in (self.data, self.scales, self.zeros, self.global_scales) if t is not None)
@@ -212,6 +222,16 @@ class SplitTensor:
         """The logical shape [E, N, K]."""
         first = self.matrices[0]
         return (len(self.matrices), sum(m.shape[0] for m in first), first[0].shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.matrices)
+
+    @property
+    def num_columns(self) -> int:
+        """K, what a product sums over."""
+        return self.matrices[0][0].num_columns
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

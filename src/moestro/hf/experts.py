@@ -24,11 +24,13 @@ from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.store import store_of
+from moestro.ops import native
 from moestro.ops.expert_mlp import run
 from moestro.types import EMPTY, Activation, Routing
-from moestro.weights import ExpertWeights
+from moestro.weights import Built, ExpertWeights
 
 PLAN = "_moestro_plan"
+_BUILT = "_moestro_built"
 _DTYPES = tuple(f.storage for f in DENSE_FORMATS)
 
 
@@ -155,16 +157,31 @@ def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
     """The module's parameters of this moment as `ExpertWeights`; nothing is copied."""
     flags = plan.flags
     gate_up, down = getattr(module, flags.up_name), module.down_proj
-    if flags.transposed:
+    biases = (getattr(module, f"{flags.up_name}_bias"), module.down_proj_bias) if flags.biased else (None, None)
+    norm = module.post_expert_norm if flags.output_norm else None
+    if torch.compiler.is_compiling() or (flags.transposed and torch.is_grad_enabled()):
+        return _make(gate_up, down, biases, plan, norm)  # views are to be recorded with each call
+    tensors, known = (gate_up, down, *biases), module.__dict__.get(_BUILT)
+    if known is None or not known.stands(tensors) or not _is_of(known.weights, gate_up, down, plan, norm):
+        known = module.__dict__[_BUILT] = Built(_make(gate_up, down, biases, plan, norm), tensors)
+    weights: ExpertWeights = known.weights
+    return weights
+
+
+def _is_of(weights: ExpertWeights, gate_up: Tensor, down: Tensor, plan: Plan, norm: Any) -> bool:
+    """Whether weights made before are of this plan, and views of them of this memory."""
+    if weights.activation is not plan.activation or weights.output_norm != norm:
+        return False
+    pairs = zip((weights.gate_up, weights.down), (gate_up, down), strict=True)
+    return not plan.flags.transposed or all(s.tensors[0].data_ptr() == t.data_ptr() for s, t in pairs)
+
+
+def _make(
+    gate_up: Tensor, down: Tensor, biases: tuple[Tensor | None, Tensor | None], plan: Plan, norm: Any
+) -> ExpertWeights:
+    if plan.flags.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return ExpertWeights(
-        dense(gate_up),
-        dense(down),
-        getattr(module, f"{flags.up_name}_bias") if flags.biased else None,
-        module.down_proj_bias if flags.biased else None,
-        plan.activation,
-        module.post_expert_norm if flags.output_norm else None,
-    )
+    return ExpertWeights(dense(gate_up), dense(down), *biases, plan.activation, norm)
 
 
 def projections(module: nn.Module, plan: Plan) -> Projections:
@@ -213,17 +230,23 @@ def apply(
 
 def trusted_routing(expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> Routing:
     """A router's two tensors [T, K] as a `Routing`, with ids outside the experts as empty slots."""
-    ids = expert_ids.masked_fill(expert_ids >= num_experts, EMPTY)
     wide = routing_weights if routing_weights.dtype == torch.float64 else routing_weights.float()
-    return Routing(ids, wide)
+    routing = Routing(expert_ids, wide)
+    if native.fits(routing, num_experts):
+        return routing
+    return Routing(expert_ids.masked_fill(expert_ids >= num_experts, EMPTY), wide)
 
 
 def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if weights.gate_up.format.is_dense:
-        rows = rows.to(torch.promote_types(rows.dtype, weights.gate_up.format.storage))
-    return run(rows, routing, weights, strategy).to(hidden_states.dtype).view(hidden_states.shape)
+    rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+    form = weights.gate_up.format
+    if form.is_dense and form.storage != rows.dtype:
+        rows = rows.to(torch.promote_types(rows.dtype, form.storage))
+    y = run(rows, routing, weights, strategy)
+    if y.dtype != hidden_states.dtype:
+        y = y.to(hidden_states.dtype)
+    return y if y.dim() == hidden_states.dim() else y.view(hidden_states.shape)
 
 
 def activation_of(module: nn.Module, gated: bool) -> Activation:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
-from moestro.ops.grouping import check_ids
-from moestro.ops.grouping.plain import group_by_expert
+from moestro.ops import grouping
+from moestro.ops.grouping.checks import check_ids
 from moestro.routing.reports import DropReport
 from moestro.types import EMPTY, Routing
 
@@ -235,9 +235,9 @@ def drop_over_capacity(routing: Routing, num_experts: int, capacity_factor: floa
     check_ids("drop_over_capacity", ids, num_experts)
     capacity = -(-factor.numerator * pairs // (factor.denominator * num_experts))
     by_slot = ids.T.contiguous()
-    grouping = group_by_expert(by_slot, num_experts)
-    place = grouping.inverse.reshape(by_slot.shape) - _look_up(grouping.offsets, by_slot)
+    order = grouping.run(by_slot, num_experts)
+    place = order.inverse.reshape(by_slot.shape) - _look_up(order.offsets, by_slot)
     dropped = ((by_slot != EMPTY) & (place >= capacity)).T
     rewritten = routing.with_ids(ids.masked_fill(dropped, EMPTY))
-    routed = grouping.offsets.diff()
+    routed = order.offsets.diff()
     return rewritten, DropReport((routed - capacity).clamp(min=0), routed, capacity)

@@ -33,7 +33,8 @@ def router_input(x: Tensor, weight: Tensor, operation: str) -> Tensor:
             fix="Move x with .to(device).",
         )
     wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
-    return x.reshape(-1, x.shape[-1]).to(wide)
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dtype == wide else x.to(wide)
 
 
 class TopKRouter(nn.Module):
@@ -102,12 +103,17 @@ class TopKRouter(nn.Module):
         Raises:
             InvalidInputError: x is not floating point or not [..., H].
         """
-        x = router_input(x, self.weight, type(self).__name__)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if not torch.is_autocast_enabled(x.device.type):
-            return F.linear(x, self.weight.to(x.dtype), bias)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        x = router_input(x, weight, type(self).__name__)
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        if not torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
+            return F.linear(x, weight, bias)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, self.weight.to(x.dtype), bias)
+            return F.linear(x, weight, bias)
 
     def forward(self, x: Tensor) -> Routing:
         """Route x [..., H]; the Routing is [T, K] with T the product of the leading dimensions.

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from moestro.errors import invalid_input
 from moestro.ops import topk
+from moestro.routing import cpu
 from moestro.routing.scoring import Scoring, finish, prepare, score, score_selected
 from moestro.types import EMPTY, Routing
 
@@ -47,6 +48,11 @@ class GroupLimit:
                 needs="1 <= top_groups <= num_groups, best >= 1 and excluded <= 0",
                 fix="DeepSeek-V3 uses GroupLimit(num_groups=8, top_groups=4).",
             )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, float]:
+        """All four, as the native engine takes them."""
+        return self.num_groups, self.top_groups, self.best, self.excluded
 
     def check(self, num_experts: int, top_k: int) -> None:
         """Raises InvalidInputError unless E splits into the groups and the kept ones hold at least top_k experts."""
@@ -90,6 +96,9 @@ def route(
     scoring = Scoring.of(scoring)
     _check_sizes(logits, top_k, scoring, correction, groups)
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    routed = cpu.route(logits, top_k, scoring, correction, None if groups is None else groups.sizes)
+    if routed is not None:
+        return routed
     masked = check_values(logits, scoring)
     num_routed = logits.shape[-1] - scoring.shared_experts
     z = prepare(logits, scoring, masked)
@@ -168,7 +177,7 @@ def best_indices(choice: Tensor, k: int) -> Tensor:
     """Indices [T, k] of the largest of choice [T, E], in the order of `moestro.topk`, which also meets NaN."""
     if torch.compiler.is_compiling() or choice.device.type != "cpu":
         torch._assert_async((choice == choice).all(), "[route] scores plus correction must not be NaN")
-    return topk.run(choice, k)[1]
+    return topk.run(choice, k)
 
 
 def _check_sizes(

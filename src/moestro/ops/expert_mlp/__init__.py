@@ -43,7 +43,8 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
             weights that require a gradient, meta tensors.
     """
     _check(x, routing, weights)
-    routing.check(weights.num_experts, "expert_mlp")
+    if not native.fits(routing, weights.num_experts):
+        routing.check(weights.num_experts, "expert_mlp")
     return run(x, routing, weights, strategy)
 
 
@@ -52,7 +53,7 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
     call = _select.select("expert_mlp", x, routing, weights).call
-    if not torch.is_autocast_enabled(x.device.type):
+    if not torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
         return cast(Tensor, call(x, routing, weights, strategy))
     with torch.autocast(x.device.type, enabled=False):  # the dtypes of x and the weights say what is computed in
         return cast(Tensor, call(x, routing, weights, strategy))
@@ -60,15 +61,21 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
 
 def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) -> tuple[tuning.Choice, int | None]:
     """The strategy that will run and why, and the block size if one was named."""
+    name, block_size, reason = _named_strategy(strategy)
+    if name != "auto":
+        return tuning.Choice(name, reason), block_size
+    return tuning.choose_strategy(routing.expert_ids.numel(), weights.num_experts), None
+
+
+def _named_strategy(strategy: str) -> tuple[str, int | None, str]:
+    """The strategy that the caller or the settings name, with its block size and by whom; "auto" if none is."""
     asked, block_size = tuning.parse_strategy(strategy)
     if asked != "auto":
-        return tuning.Choice(asked, "asked for by the caller"), block_size
+        return asked, block_size, "asked for by the caller"
     forced = settings.current().strategy
-    if forced is not None:
-        name, block_size = tuning.parse_strategy(forced)
-        if name != "auto":
-            return tuning.Choice(name, f"forced by moestro.use or {settings.STRATEGY_VARIABLE}"), block_size
-    return tuning.choose_strategy(routing.expert_ids.numel(), weights.num_experts), None
+    if forced is None:
+        return "auto", None, ""
+    return *tuning.parse_strategy(forced), f"forced by moestro.use or {settings.STRATEGY_VARIABLE}"
 
 
 def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
@@ -93,8 +100,8 @@ def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> 
 
 
 def _run_cpu(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    choice, block_size = resolve_strategy(routing, weights, strategy)
-    return cpu.run(isa, x, routing, weights, (choice.strategy, block_size))
+    name, block_size, _ = _named_strategy(strategy)
+    return cpu.run(isa, x, routing, weights, (name, block_size))
 
 
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
@@ -117,8 +124,7 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
             needs="one row of ids for each row of x",
             fix="Route the same tokens that you pass.",
         )
-    devices = {x.device, routing.expert_ids.device, weights.gate_up.device}
-    if len(devices) > 1:
+    if not x.device == routing.expert_ids.device == weights.gate_up.device:
         raise invalid_input(
             "expert_mlp",
             got=f"x on {x.device}, routing on {routing.expert_ids.device}, weights on {weights.gate_up.device}",
@@ -142,7 +148,9 @@ _select.register(
     "expert_mlp",
     [
         *(
-            _select.Implementation(f"cpu-{isa.name}", partial(cpu.supports, isa), partial(_run_cpu, isa))
+            _select.Implementation(
+                f"cpu-{isa.name}", partial(cpu.supports, isa), partial(_run_cpu, isa), partial(cpu.excludes, isa)
+            )
             for isa in native.ISAS or (native.ABSENT,)
         ),
         _select.Implementation("torch", _plain_supports, _run_plain),

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moestro.ops import grouping
 from moestro.ops.expert_mlp.stored import product, transposed_product
 from moestro.ops.expert_mlp.tuning import compute_dtype, dense_stack
-from moestro.ops.grouping import plain as grouping
 from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
@@ -59,7 +59,7 @@ def expert_mlp_backward(
     grads = Gradients(
         *(torch.zeros_like(t) if want and t is not None else None for t, want in zip(shapes, needed, strict=True))
     )
-    order = grouping.group_by_expert(routing.expert_ids, weights.num_experts)
+    order = grouping.run(routing.expert_ids, weights.num_experts)
     pairs = order.token_ids * routing.top_k + order.slots
     flat = routing.routing_weights.reshape(-1)
     for e, (start, stop) in enumerate(pairwise(order.offsets.tolist())):

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from collections.abc import Collection
+from itertools import chain
+from typing import overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moestro import formats, settings
-from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
+from moestro.formats import SplitTensor
 from moestro.ops import native
-from moestro.ops.expert_mlp import tuning
+from moestro.ops.expert_mlp import crossover
+from moestro.ops.expert_mlp.described import Description, described
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
-_ELEMENTS = {
-    "float32": 0, "float16": 1, "bfloat16": 2, "e4m3": 3, "int8": 4, "e2m1": 5, "int4": 6, "uint4": 7,
-}  # fmt: skip
-_SCALES = {
-    torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4, torch.float8_e8m0fnu: 4,
-    torch.float8_e4m3fn: 5,
-}  # fmt: skip
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5, "tanh": 6, "identity": 7}
-_ORDINARY = (Tensor, torch.nn.Parameter)
 _NONE = (0, 0, 0)
 _MOST_SLOTS = 256
 TOKEN_BLOCK = 96
@@ -33,115 +27,77 @@ TOKEN_BLOCK = 96
 
 def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """None, or the sentence why the engine cannot compute this with this instruction set."""
+    reason = native.reason(isa) or _no_memory(x)
+    if reason is not None:
+        return reason
+    stored = _descriptions(weights, _used(routing.expert_ids, weights))
     return (
-        native.reason(isa)
-        or _no_tensors(x, routing, weights)
-        or _no_layer(x, routing, weights)
-        or _dtype(isa, x, routing, weights)
-        or _wide(x, routing, weights)
+        _no_tensors(x, routing, weights, stored)
+        or _no_layer(routing, weights, stored)
+        or _dtype(isa, x, weights)
+        or crossover.reason(isa, x, routing, weights)
     )
 
 
-def _dtype(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    is_bfloat16 = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage} == {torch.bfloat16}
-    if isa.multiplies_bfloat16:
-        return (
-            _no_tiles(weights) if is_bfloat16 else "it multiplies bfloat16, and x or a projection is of another dtype"
-        )
-    if is_bfloat16 and tuning.multiplies_bfloat16():
-        rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
-        if rows > tuning.BFLOAT16_ROWS and settings.current().implementation is None:
-            return (
-                f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
-                f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); forced by name it runs"
-            )
-    return None
+def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+    """What `supports` refuses, as far as a look at x and the processor tells."""
+    return not isa.runs_here or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
 
 
-def _wide(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    """Where many tokens meet rows so long that a block of them leaves the second cache."""
-    stored = {weights.gate_up.format.storage, weights.down.format.storage, x.dtype}
-    rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
-    columns = max(weights.hidden_size, weights.intermediate_size)
-    forced = settings.current().implementation is not None
-    if forced or stored not in ({torch.float32}, {torch.bfloat16}):
+def _dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
+    if not isa.multiplies_bfloat16:
         return None
-    if columns <= tuning.WIDE_COLUMNS or rows <= tuning.WIDE_ROWS:
-        return None
-    return (
-        f"PyTorch's matmuls are faster from {tuning.WIDE_ROWS} rows an expert on ({rows:.0f} here) where it has more "
-        f"than {tuning.WIDE_COLUMNS} columns ({columns}); forced by name it runs"
-    )
+    if x.dtype != torch.bfloat16:
+        return f"it multiplies bfloat16, and x is of {x.dtype}"
+    for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
+        if form.is_dense and form.storage != torch.bfloat16:
+            return f"it multiplies bfloat16, and {name} is stored as {form.name}"
+    return _no_tiles(weights)
 
 
 def _no_tiles(weights: ExpertWeights) -> str | None:
     activation = weights.activation
     halves = 2 if activation.gated and not activation.interleaved else 1
     for name, stored, most in (("gate_up", weights.gate_up, halves), ("down", weights.down, 1)):
-        if isinstance(stored, SplitTensor) and len(stored.matrices[0]) > most:
+        if isinstance(stored, SplitTensor) and stored.format.is_dense and len(stored.matrices[0]) > most:
             return f"it multiplies 16 rows at a time, and the matrices of {name} may end between them"
     return None
 
 
-def _no_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    if x.device.type != "cpu":
+def _no_memory(x: Tensor) -> str | None:
+    if not x.is_cpu:
         return f"it computes on the CPU, and x is on {x.device.type}"
-    if _is_watched():
+    if native.is_watched():
         return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
+    return None
+
+
+def _no_tensors(
+    x: Tensor, routing: Routing, weights: ExpertWeights, stored: tuple[Description, Description]
+) -> str | None:
     values = [x, routing.routing_weights]
     values += [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
-    stored = (*weights.gate_up.tensors, *weights.down.tensors)
-    if any(type(t) not in _ORDINARY or t.is_neg() for t in (*values, *stored, routing.expert_ids)):
+    ordinary = stored[0].is_ordinary and stored[1].is_ordinary and native.is_ordinary(routing.expert_ids)
+    if not ordinary or not all(map(native.is_ordinary, values)):
         return "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
     for t in values:
         if t.dtype not in _FLOATS:
             return f"it computes in float32, and a tensor is of {t.dtype}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *stored)):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *weights.tensors)):
         return "it computes no gradients, and a tensor requires one"
     if forward_ad._current_level >= 0:
         return "it computes no gradients, and forward-mode differentiation is on"
     return None
 
 
-def _is_watched() -> bool:
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
-
-
-def _no_layer(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+def _no_layer(routing: Routing, weights: ExpertWeights, stored: tuple[Description, Description]) -> str | None:
     if weights.activation.kind == "custom" or weights.output_norm is not None:
         return "it cannot call a Python function, and the activation or the output norm is one"
     if routing.top_k > _MOST_SLOTS:
         return f"it takes at most {_MOST_SLOTS} slots a token, not {routing.top_k}"
-    for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
-        reason = _no_weights(name, stored)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _no_weights(name: str, stored: StoredExperts) -> str | None:
-    form = stored.format
-    if form.element not in _ELEMENTS or formats.FORMATS.get(form.name) != form:
-        return f"it does not read {form.name}, in which {name} is stored"
-    if isinstance(stored, SplitTensor):
-        return _no_matrices(name, stored)
-    for t in (stored.data, stored.scales, stored.zeros):
-        if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:
-            return f"it reads rows, and {name} is not contiguous along what a product sums over"
-    return None
-
-
-def _no_matrices(name: str, stored: SplitTensor) -> str | None:
-    if len({part.data.shape[0] for part in stored.matrices[0]}) > 1:
-        return f"the matrices of {name} differ in height"
-    if not all(t.is_contiguous() for t in stored.tensors):
-        return f"it reads experts apart as contiguous matrices, and one of {name} is not"
-    if len({m.scales.dtype for parts in stored.matrices for m in parts if m.scales is not None}) > 1:
-        return f"the scales of {name} are of several dtypes"
+    for name, description in zip(("gate_up", "down"), stored, strict=True):
+        if description.reason is not None:
+            return description.reason.format(name=name)
     return None
 
 
@@ -152,13 +108,12 @@ def run(
     engine = native.module
     assert engine is not None
     x = _rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
     biases = _rows(weights.gate_up_bias), _rows(weights.down_bias)
     name, block = strategy
     all_experts = name == "all_experts"
-    apart = isinstance(weights.gate_up, SplitTensor) or isinstance(weights.down, SplitTensor)
-    used = _used(ids, weights.num_experts if all_experts else 0) if apart else []
+    gate_up, down = _descriptions(weights, _used(ids, weights, all_experts))
     engine.expert_mlp(
         isa.index,
         torch.get_num_threads(),
@@ -166,8 +121,8 @@ def run(
         (x.shape[0], routing.top_k, weights.num_experts),
         (x.data_ptr(), _FLOATS[x.dtype], x.stride(0)),
         (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),
-        _described(weights.gate_up, used),
-        _described(weights.down, used),
+        gate_up.handle,
+        down.handle,
         (_bias(biases[0]), _bias(biases[1])),
         _activation(weights.activation),
         (out.data_ptr(), _FLOATS[x.dtype]),
@@ -195,49 +150,12 @@ def _bias(bias: Tensor | None) -> tuple[int, int, int]:
     return bias.data_ptr(), _FLOATS[bias.dtype], bias.stride(0)
 
 
-def _used(ids: Tensor, at_least: int) -> list[int]:
-    """The experts that are read: those that `ids` name, and the first so many."""
-    return sorted({*ids.flatten().tolist(), *range(at_least)} - {EMPTY})
+def _used(ids: Tensor, weights: ExpertWeights, all_experts: bool = False) -> Collection[int]:
+    """The experts that are read, where that matters: those that `ids` name, or all."""
+    if not isinstance(weights.gate_up, SplitTensor) and not isinstance(weights.down, SplitTensor):
+        return ()
+    return range(weights.num_experts) if all_experts else set(chain.from_iterable(ids.tolist())) - {EMPTY}
 
 
-def _described(stored: StoredExperts, used: list[int]) -> Any:
-    """What the engine knows of a projection; of experts apart, where those used lie."""
-    if isinstance(stored, PackedTensor):
-        return _stack(stored, stored.shape[-2], stored.format)
-    first = stored.matrices[0]
-    made = _stack(first[0], stored.shape[1], stored.format)
-    assert native.module is not None
-    addresses = [_addresses(matrix) for e in used for matrix in stored.matrices[e]]
-    native.module.use_table(made, len(stored.matrices), len(first), used, addresses)
-    return made
-
-
-def _stack(stored: PackedTensor, num_rows: int, form: WeightFormat) -> Any:
-    scaling, data, scales, zeros = form.scaling, stored.data, stored.scales, stored.zeros
-    assert native.module is not None
-    size = data.element_size()
-    is_stack = data.dim() == 3
-    return native.module.stacked(
-        (_ELEMENTS[form.element], 0 if scales is None else _SCALES[scales.dtype]),
-        (num_rows, stored.shape[-1]),
-        (1, 0) if scaling is None else (scaling.rows, scaling.columns),
-        (data.stride(-2) * size, _bytes(scales, -2), _bytes(zeros, -2)),
-        _addresses(stored),
-        (data.stride(0) * size, _bytes(scales, 0), _bytes(zeros, 0), _bytes(stored.global_scales, 0))
-        if is_stack
-        else (0, 0, 0, 0),
-    )
-
-
-def _bytes(t: Tensor | None, dim: int) -> int:
-    return 0 if t is None or t.dim() == 0 else t.stride(dim) * t.element_size()
-
-
-def _addresses(matrix: PackedTensor) -> tuple[int, int, int, int]:
-    scales, zeros, factors = matrix.scales, matrix.zeros, matrix.global_scales
-    return (
-        matrix.data.data_ptr(),
-        0 if scales is None else scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        0 if factors is None else factors.data_ptr(),
-    )
+def _descriptions(weights: ExpertWeights, used: Collection[int]) -> tuple[Description, Description]:
+    return described(weights.gate_up, used), described(weights.down, used)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moestro.formats import StoredExperts
+from moestro.ops import grouping
 from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
 from moestro.ops.expert_mlp.stored import recorded, stored_spans
 from moestro.ops.expert_mlp.tuning import ACCUMULATE_BYTES, batch_rows, choose_ways, compute_dtype, dense_stack
-from moestro.ops.grouping import plain as grouping
 from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
@@ -192,7 +192,7 @@ def _weighted_input(rows: Tensor, pair_weights: Tensor, routing: Routing) -> Ten
 
 def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """Rows ordered by expert, one matmul of any height per expert; experts without rows are never touched."""
-    order = grouping.group_by_expert(routing.expert_ids, weights.num_experts)
+    order = grouping.run(routing.expert_ids, weights.num_experts)
     offsets = order.offsets.tolist()
     num_rows = offsets[-1]
     row_weights = routing.routing_weights.reshape(-1)[order.token_ids * routing.top_k + order.slots]
@@ -270,7 +270,7 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
 
     No token is loaded for a padded cell, empty blocks never run, and consecutive blocks of one expert read it once.
     """
-    schedule = grouping.block_schedule(routing.expert_ids, weights.num_experts, block_size)
+    schedule = grouping.run_blocks(routing.expert_ids, weights.num_experts, block_size)
     counts = schedule.counts.tolist()
     runs = [(e, sum(1 for _ in run)) for e, run in groupby(schedule.block_experts.tolist()) if e >= 0]
     num_cells = sum(length for _, length in runs) * block_size

@@ -25,6 +25,9 @@ BFLOAT16_ROWS = 8
 WIDE_COLUMNS, WIDE_ROWS = 8192, 48
 """Columns and mean rows per expert beyond both of which PyTorch's float32 and bfloat16 matmuls outrun the engine."""
 
+TILE_ROWS = 3
+"""Mean rows per expert from which integers and nvfp4 are worth decoding into tiles of bfloat16."""
+
 SMALL_BYTES = 1 << 20
 """Expert matrices up to this size cost less to multiply than to call for one by one."""
 
@@ -78,6 +81,8 @@ def parse_strategy(strategy: str, operation: str = "expert_mlp") -> tuple[str, i
     Raises:
         InvalidInputError: not a strategy, or a block size that is not a positive integer.
     """
+    if strategy == "auto":
+        return strategy, None
     name, _, size = strategy.partition("-") if isinstance(strategy, str) else ("", "", "")
     if name in (*STRATEGIES, "auto") and (not size or (name == "blockwise" and size.isdigit() and int(size) > 0)):
         return name, int(size) if size else None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import _select
-from moestro.ops.grouping import plain
+from moestro.ops.grouping import cpu, plain
+from moestro.ops.grouping.checks import check_form, check_range
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping, LoadReport, PaddingReport
 from moestro.ops.grouping.tuning import choose_block_size, largest_first, makespan
@@ -47,7 +48,16 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
     Raises:
         InvalidInputError: wrong shape or dtype, num_experts < 1, or (on the CPU) an id outside -1..E-1.
     """
-    check_ids("group_by_expert", expert_ids, num_experts)
+    check_form("group_by_expert", expert_ids, num_experts)
+    call = _select.select("grouping", expert_ids, num_experts).call
+    if call is not cpu.group_by_expert:  # which checks the range on the way
+        check_range("group_by_expert", expert_ids, num_experts)
+    grouping: Grouping = call(expert_ids, num_experts)
+    return grouping
+
+
+def run(expert_ids: Tensor, num_experts: int) -> Grouping:
+    """`group_by_expert` without the checks, for ids that are known to fit."""
     grouping: Grouping = _select.select("grouping", expert_ids, num_experts).call(expert_ids, num_experts)
     return grouping
 
@@ -55,8 +65,9 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
 def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSchedule:
     """Lay the pairs into ceil(T * K / B) + E - 1 blocks, one expert a block, padded with -1.
 
-    Built from one-hot, cumsum and compare alone: the shapes depend on T, K, E and B only, and no control flow on
-    data, so it passes torch.compile(fullgraph=True) and torch.export with dynamic T.
+    The shapes depend on T, K, E and B only. Traced, it is one-hot, cumsum and compare alone, without control flow on
+    data, so it passes torch.compile(fullgraph=True) and torch.export with dynamic T; where the native engine runs the
+    grouping, it lays out the blocks too.
 
     Args:
         expert_ids: integer [T, K], -1 for empty slots.
@@ -66,7 +77,7 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     Raises:
         InvalidInputError: as for `group_by_expert`, or block_size < 1, or more cells than int32 can index.
     """
-    check_ids("block_schedule", expert_ids, num_experts)
+    check_form("block_schedule", expert_ids, num_experts)
     if block_size < 1:
         raise invalid_input(
             "block_schedule",
@@ -83,32 +94,21 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
                 needs=f"at most {INT32_MAX}, so that 32-bit kernels can index them",
                 fix="Use smaller blocks, or run the tokens in chunks.",
             )
-    return plain.block_schedule(expert_ids, num_experts, block_size)
+    call = _blocks_call(expert_ids, num_experts)
+    if call is not cpu.block_schedule:
+        check_range("block_schedule", expert_ids, num_experts)
+    return call(expert_ids, num_experts, block_size)
 
 
-def check_ids(operation: str, expert_ids: Tensor, num_experts: int) -> None:
-    """Refuse ids that are not an integer [T, K] in -1..num_experts-1 (the range only where reading is free)."""
-    if expert_ids.dim() != 2 or expert_ids.dtype not in (torch.int32, torch.int64) or num_experts < 1:
-        raise invalid_input(
-            operation,
-            got=f"expert_ids {list(expert_ids.shape)} of {expert_ids.dtype}, num_experts={num_experts}",
-            needs="int32 or int64 [num_tokens, top_k] and num_experts >= 1",
-            fix="Flatten the batch, or use expert_ids.long().",
-        )
-    if torch.compiler.is_compiling() or expert_ids.device.type != "cpu":
-        in_range = ((expert_ids >= EMPTY) & (expert_ids < num_experts)).all()
-        torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
-        return
-    if expert_ids.numel() == 0:
-        return
-    low, high = (int(v) for v in torch.aminmax(expert_ids))
-    if low < EMPTY or high >= num_experts:
-        raise invalid_input(
-            operation,
-            got=f"expert_ids from {low} to {high}",
-            needs=f"ids in -1..{num_experts - 1} (-1 is an empty slot)",
-            fix="Check the router's num_experts.",
-        )
+def run_blocks(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSchedule:
+    """`block_schedule` without the checks, for ids that are known to fit."""
+    return _blocks_call(expert_ids, num_experts)(expert_ids, num_experts, block_size)
+
+
+def _blocks_call(expert_ids: Tensor, num_experts: int) -> Callable[[Tensor, int, int], BlockSchedule]:
+    """Blocks are laid out by whatever implementation orders the rows."""
+    native = _select.select("grouping", expert_ids, num_experts).call is cpu.group_by_expert
+    return cpu.block_schedule if native else plain.block_schedule
 
 
 def padding_report(counts: Sequence[int], block_size: int) -> PaddingReport:
@@ -152,4 +152,10 @@ def load_report(schedule: BlockSchedule) -> LoadReport:
     )
 
 
-_select.register("grouping", [_select.Implementation("torch", lambda ids, n: None, plain.group_by_expert)])
+_select.register(
+    "grouping",
+    [
+        _select.Implementation("cpu-native", cpu.supports, cpu.group_by_expert),
+        _select.Implementation("torch", lambda ids, n: None, plain.group_by_expert),
+    ],
+)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import _select
-from moestro.ops.topk import plain, reference, tuning
+from moestro.ops.topk import cpu, plain, reference, tuning
 
 __all__ = ["topk"]
 
@@ -45,14 +45,18 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
             needs=f"1 <= k <= num_experts <= {plain.MAX_EXPERTS}",
             fix="Lower top_k, or check that experts lie along the last dimension.",
         )
-    _refuse_nan(scores)
-    return run(scores, k)
-
-
-def run(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`topk` without the checks."""
-    indices = _select.select("topk", scores, k).call(scores, k)
+    chosen = _select.select("topk", scores, k)
+    indices = cpu.find(scores, k) if chosen.call is cpu.topk else None
+    if indices is None:
+        _refuse_nan(scores)
+        indices = chosen.call(scores, k)
     return scores.gather(-1, indices), indices
+
+
+def run(scores: Tensor, k: int) -> Tensor:
+    """The indices of `topk` without the checks."""
+    found: Tensor = _select.select("topk", scores, k).call(scores, k)
+    return found
 
 
 def _refuse_nan(scores: Tensor) -> None:
@@ -78,6 +82,7 @@ def _rank_supports(scores: Tensor, k: int) -> str | None:
 _select.register(
     "topk",
     [
+        _select.Implementation("cpu-native", cpu.supports, cpu.topk),
         _select.Implementation("torch", lambda scores, k: None, plain.topk_by_sort),
         _select.Implementation("branchless", _rank_supports, plain.topk_by_rank),
         _select.Implementation("reference", lambda scores, k: None, reference.topk),

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace moestro {
+
+// Adds top-k, routers and grouping to the module.
+void register_routing(nanobind::module_& m);
+
+}  // namespace moestro

@@ -1,0 +1,56 @@
+"""Where something else is faster than an instruction set of the engine that could run: measured, and never forced."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moestro import settings
+from moestro.formats import WeightFormat
+from moestro.ops.expert_mlp import tuning
+from moestro.ops.native import Isa
+from moestro.types import Routing
+from moestro.weights import ExpertWeights
+
+_ANYWAY = "forced by name, or with torch.use_deterministic_algorithms, it runs"
+
+
+def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """None, or the sentence why the next of the list is the better choice for this many rows.
+
+    What this decides depends on the batch, and so do a token's bits then: an implementation that is forced, or
+    `torch.use_deterministic_algorithms(True)`, takes one for every batch.
+    """
+    if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
+        return None
+    rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
+    formats = (weights.gate_up.format, weights.down.format)
+    stored = {x.dtype, *(form.storage for form in formats)}
+    if (
+        stored == {torch.bfloat16}
+        and not isa.multiplies_bfloat16
+        and tuning.multiplies_bfloat16()
+        and rows > tuning.BFLOAT16_ROWS
+    ):
+        return (
+            f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
+            f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); {_ANYWAY}"
+        )
+    columns = max(weights.hidden_size, weights.intermediate_size)
+    if stored in ({torch.float32}, {torch.bfloat16}) and columns > tuning.WIDE_COLUMNS and rows > tuning.WIDE_ROWS:
+        return (
+            f"PyTorch's matmuls are faster from {tuning.WIDE_ROWS} rows an expert on ({rows:.0f} here) where it has "
+            f"more than {tuning.WIDE_COLUMNS} columns ({columns}); {_ANYWAY}"
+        )
+    return _few(rows, formats) if isa.multiplies_bfloat16 else None
+
+
+def _few(rows: float, formats: tuple[WeightFormat, ...]) -> str | None:
+    """Few rows do not pay for decoding weights into tiles; e8m0 scales and e4m3 elements take next to nothing."""
+    slow = [form.name for form in formats if form.element in ("int8", "int4", "uint4") or form.name == "nvfp4"]
+    if not slow or rows >= tuning.TILE_ROWS:
+        return None
+    return (
+        f"weights of {slow[0]} are put into tiles first, which pays from {tuning.TILE_ROWS} rows an expert on "
+        f"({rows:.1f} here); {_ANYWAY}"
+    )
