@@ -61,8 +61,7 @@ def vllm(folder: Path, scratch: Path) -> dict[str, str]:
 
 def ggml(folder: Path, scratch: Path) -> dict[str, str]:
     """ggml out of llama-cpp-python's source, built for this processor; needs cmake and a C++ compiler."""
-    options = ("--no-binary", ":all:", "--no-build-isolation")
-    with tarfile.open(download(LLAMA, scratch / "download", *options)) as archive:
+    with tarfile.open(download(LLAMA, scratch / "download", "--no-binary", "llama-cpp-python")) as archive:
         archive.extractall(scratch, filter="data")
     [source] = scratch.glob("llama_cpp_python-*/vendor/llama.cpp/ggml")
     (scratch / "CMakeLists.txt").write_text(CMAKE.format(out=folder.resolve(), source=source))
