@@ -2,6 +2,7 @@
 
 python benchmarks/run.py                          every named layer at every point
 python benchmarks/run.py --layers olmoe,mixtral   those
+python benchmarks/run.py --formats int8,mxfp4     on quantised weights, against peers of as many bits
 python benchmarks/run.py --op topk                one operation, or all of them with --op all
 """
 
@@ -37,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--layers", default="all", help=f"of {', '.join(LAYERS)}, separated by commas, or all")
+    parser.add_argument("--formats", default="dense", help="of moestro's weights; dense is the dtype's")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of x, and of weights that are not quantised")
+    parser.add_argument("--peers", default="all", help="names, or all, or none")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--seconds", type=float, default=1.0, help="for each variant at each point")
     parser.add_argument("--name", help="of the files; default: layers, or the operation")
@@ -45,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.results.mkdir(parents=True, exist_ok=True)
     try:
         return _ops(options) if options.op else _layers(options)
-    except (MoestroError, ValueError) as error:
+    except (MoestroError, ValueError, AttributeError) as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
         return 2
 
@@ -55,9 +59,9 @@ def _layers(options: argparse.Namespace) -> int:
     plan = Plan(
         layers=tuple(named(name) for name in names),
         tokens=tuple(int(count) for count in options.tokens.split(",")),
-        dtypes=(torch.float32, torch.bfloat16),
-        ours=(ours("auto"),),
-        peers=tuple(named_peers(["all"])),
+        dtypes=tuple(getattr(torch, name) for name in options.dtypes.split(",")),
+        ours=tuple(ours("auto", name) for name in options.formats.split(",")),
+        peers=tuple(named_peers(options.peers.split(","))),
         seconds=options.seconds,
     )
     report = run(plan, lambda text: print(text, file=sys.stderr))

@@ -1,12 +1,16 @@
-"""Print the README's table from the stored results: moestro against the best of Transformers' own ways.
+"""Print the README's tables from the stored results.
 
-python benchmarks/summary.py            reads benchmarks/results/*.json
+python benchmarks/summary.py             moestro against the best of Transformers' own ways
+python benchmarks/summary.py --formats   every format against the best peer whose weights have as many bits
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral")
@@ -14,30 +18,30 @@ TOKENS = (1, 16, 128, 512, 2048)
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 
 
+def points(results: Path = RESULTS) -> Iterator[list[dict[str, Any]]]:
+    """The measured rows of each point of each result, the oldest result first."""
+    for file in sorted(results.glob("*.json")):
+        found: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+        for row in json.loads(file.read_text())["rows"]:
+            if "layer" in row:
+                key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
+                found.setdefault(key, []).append(row)
+        yield from found.values()
+
+
 def best_ratios(dtype: str) -> dict[tuple[str, int], float]:
     """Time of Transformers' fastest way over moestro's, by layer and number of tokens; the latest result counts."""
     found = {}
-    for file in sorted(RESULTS.glob("*.json")):
-        rows = [row for row in json.loads(file.read_text())["rows"] if "layer" in row and row["dtype"] == dtype]
-        for layer, tokens in {(row["layer"], row["num_tokens"]) for row in rows}:
-            ratios = [
-                row["ratio"]
-                for row in rows
-                if (row["layer"], row["num_tokens"]) == (layer, tokens)
-                and row["variant"] in TRANSFORMERS
-                and row["status"] == "ok"
-            ]
-            if ratios:
-                found[layer, tokens] = min(ratios)
+    for rows in points():
+        ratios = [row["ratio"] for row in rows if row["variant"] in TRANSFORMERS and row["status"] == "ok"]
+        if ratios and rows[0]["dtype"] == dtype:
+            found[rows[0]["layer"], rows[0]["num_tokens"]] = min(ratios)
     return found
 
 
 def table() -> str:
     """Markdown: a line for each layer and dtype, a column for each number of tokens."""
-    lines = [
-        f"| layer | dtype | {' | '.join(f'T = {t}' for t in TOKENS)} |",
-        f"|---|---|{'---:|' * len(TOKENS)}",
-    ]
+    lines = _head("layer", "dtype")
     for dtype in ("bfloat16", "float32"):
         ratios = best_ratios(dtype)
         for layer in LAYERS:
@@ -46,5 +50,46 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int, tuple[float, str]]]:
+    """How many times longer the fastest peer takes than moestro, and its name; the latest result counts.
+
+    By layer, moestro's variant (its format, and what it does otherwise than by default) and dtype of x, then by number
+    of tokens. Peers are those of the same point, whose weights have as many bits; a ratio is the median over rounds of
+    calls that alternated. A point at which moestro or all peers have no time has no number.
+    """
+    found: dict[tuple[str, str, str], dict[int, tuple[float, str]]] = {}
+    for rows in points(results):
+        peers = [row for row in rows if row["kind"] == "peer" and row["status"] == "ok"]
+        for own in (row for row in rows if row["kind"] == "moestro" and row["status"] == "ok"):
+            ratios = [(_ratio(peer, own["variant"], rows[0]["variant"]), peer["variant"]) for peer in peers]
+            best = min(((ratio, name) for ratio, name in ratios if ratio is not None), default=None)
+            if best is not None:
+                what = own["variant"].removeprefix("moestro").removeprefix("-") or own["dtype"]
+                found.setdefault((own["layer"], what, own["dtype"]), {})[own["num_tokens"]] = best
+    return found
+
+
+def _ratio(peer: dict[str, Any], variant: str, first: str) -> float | None:
+    """Of a peer to a variant; older results have it for the first of the point only."""
+    found: float | None = peer.get("ratios", {}).get(variant, peer["ratio"] if variant == first else None)
+    return found
+
+
+def formats_table(results: Path = RESULTS) -> str:
+    """Markdown: a line for each layer, format and dtype of x, a column for each number of tokens."""
+    lines = _head("layer", "weights", "x")
+    for (layer, what, dtype), ratios in sorted(against_best(results).items()):
+        cells = ["{:.2f}x {}".format(*ratios[t]) if t in ratios else "" for t in TOKENS]
+        lines.append(f"| {layer} | {what} | {dtype} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _head(*names: str) -> list[str]:
+    columns = (*names, *(f"T = {t}" for t in TOKENS))
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(names)}{'---:|' * len(TOKENS)}"]
+
+
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", action="store_true")
+    print(formats_table() if parser.parse_args().formats else table())

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings_peaks.h"
 #include "bindings_routing.h"
 #include "engine.h"
 
@@ -228,5 +229,6 @@ NB_MODULE(_native, m) {
     m.def("expert_mlp", &run);
     m.def("project", &run_project);
     m.def("isas", &isas);
+    bind_peaks(m);
     register_routing(m);
 }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from moestro import machine
 from moestro.machine import Roof
+from moestro.ops import native
 
 
 @pytest.fixture
@@ -116,3 +118,27 @@ def test_describe_is_json() -> None:
         "accelerators",
         "system",
     }
+
+
+def test_peaks_are_of_this_processor_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_SECONDS_PER_PEAK", 1e-3)
+    found, listed = machine.peaks(), set(machine.features())
+    if native.module is None or machine.describe()["architecture"] != "x86_64":
+        assert found == {}
+        return
+    needs = {"fma": {"fma"}, "vnni": {"avx512_vnni", "avx_vnni"}, "amx-bf16": {"amx_bf16"}, "amx-int8": {"amx_int8"}}
+    assert set(found) <= {name for name, features in needs.items() if features & listed}
+    assert {"fma", "vnni"} & set(found) == {name for name in ("fma", "vnni") if needs[name] & listed}
+    assert all(1e8 < rate < 1e16 for rate in found.values())
+
+
+def test_no_peaks_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "moestro._native", None)
+    assert machine.peaks() == {}
+
+
+@pytest.mark.skipif(native.module is None, reason="the native engine is not there")
+@pytest.mark.parametrize(("threads", "seconds"), [(0, 0.0), (1 << 17, 0.0), (1, -1.0), (1, float("nan"))])
+def test_the_binding_of_peaks_refuses(threads: int, seconds: float) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        native.module.peaks(threads, seconds)

@@ -36,7 +36,7 @@ PUBLIC = {
     "topk",
     "use",
 }
-ENVIRONMENT = {"MOESTRO_IMPLEMENTATION", "MOESTRO_STRATEGY"}
+ENVIRONMENT = {"MOESTRO_BENCH_PEERS", "MOESTRO_IMPLEMENTATION", "MOESTRO_STRATEGY"}
 IMPORT_SECONDS = 0.3
 OPTIONAL = ("transformers", "triton", "typer", "rich", "matplotlib", "safetensors")
 

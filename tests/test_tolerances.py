@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moestro.tolerances import disagreement
+from moestro.tolerances import disagreement, relative_error, too_far
 from tolerances import assert_close, bit_equal, tolerance
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -50,6 +50,21 @@ def test_shapes_and_non_finite_values_must_match() -> None:
 def test_zero_must_be_zero() -> None:
     assert_close(torch.zeros(3), torch.zeros(3))
     assert disagreement(torch.full((3,), 1e-30), torch.zeros(3)) is not None
+
+
+def test_each_row_is_within_its_own_bound() -> None:
+    expected = torch.randn(4, 100) * torch.tensor([[1e-3], [1.0], [1e3], [1.0]])
+    off = torch.randn(4, 100)
+    off *= expected.norm(dim=-1, keepdim=True) / off.norm(dim=-1, keepdim=True)
+    assert too_far(expected + 0.099 * off, expected, 0.1) is None
+    for row in range(4):
+        actual = expected.clone()
+        actual[row] += 0.101 * off[row]
+        assert f"in row {row}, over 0.1" in str(too_far(actual, expected, 0.1))
+        actual[row, 3] = float("nan")
+        assert f"in row {row}, over 0.1" in str(too_far(actual, expected, 0.1))
+    assert "shape" in str(too_far(expected[:3], expected, 0.1))
+    assert relative_error(expected * 1.25, expected) == pytest.approx(0.25)
 
 
 def test_empty_tensors_are_equal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import platform
@@ -21,6 +22,7 @@ _PROBE_BYTES = 1 << 30
 _SEGMENTS = 4
 _SECONDS_PER_PROBE = 0.1
 _MOST_CALLS = 64
+_SECONDS_PER_PEAK = 0.1
 _X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
 _NEWER_X86_FEATURES = ("avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
@@ -74,6 +76,21 @@ def roof(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu")
 @cache
 def _roof(dtype: torch.dtype, device: str, num_threads: int) -> Roof:
     return measure(dtype, device)
+
+
+def peaks() -> dict[str, float]:
+    """Operations per second from registers, of all of PyTorch's threads at once; measured now.
+
+    A multiply-add counts two. Each is the best of several runs of a loop of one instruction on independent
+    accumulators. Keys, of which those are there that the processor has: "fma" (float32), "vnni" (int8 dot products in
+    vectors), "amx-bf16" and "amx-int8" (tiles). Empty without the native engine, and on processors other than x86-64.
+    """
+    try:
+        native: Any = importlib.import_module("moestro._native")
+    except ImportError:
+        return {}
+    found: dict[str, float] = native.peaks(torch.get_num_threads(), _SECONDS_PER_PEAK)
+    return found
 
 
 def probe_bytes(device: torch.device | str = "cpu") -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
 STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
+BENCH_PEERS_VARIABLE = "MOESTRO_BENCH_PEERS"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class _Holder:
 def current() -> Settings:
     """The settings in force."""
     return _Holder.settings
+
+
+def bench_peers() -> str | None:
+    """The folder of peers that the benchmark may run beside those of PyTorch and Transformers; read when asked."""
+    return os.environ.get(BENCH_PEERS_VARIABLE) or None
 
 
 @contextmanager

@@ -32,6 +32,35 @@ _MULTIPLES = {
 }
 
 
+QUANTISED = {8: 0.1, 4: 0.35}
+"""How far a token's output may be off in relative L2 norm where others chose the stored weights, by bits of a weight.
+
+On normal weights the formats themselves cost 0.014 to 0.05 in 8 bits and 0.13 to 0.27 in 4; an expert that is left
+out of eight costs a token about 0.35, halves that are swapped more than 1.
+"""
+
+INT4_ROWS = 0.45
+"""The same for int4 with one scale a row, which costs 0.25 to 0.31."""
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """L2 norm of actual - expected over that of expected."""
+    a, e = actual.detach().double(), expected.detach().double()
+    return float((a - e).norm() / e.norm())
+
+
+def too_far(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    """None if each row is within `bound` of that of `expected` in relative L2 norm, else the sentence why not."""
+    if actual.shape != expected.shape:
+        return f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    a, e = actual.detach().double(), expected.detach().double()
+    found, limit = (a - e).norm(dim=-1), bound * e.norm(dim=-1)
+    if bool((found <= limit).all()):  # which NaN is not
+        return None
+    row = int((found / limit).nan_to_num(nan=torch.inf).argmax())
+    return f"relative error {float(found[row] / e[row].norm()):.3g} in row {row}, over {bound:.3g}"
+
+
 def tolerance(dtype: torch.dtype) -> Tolerance:
     """How far a result computed with this dtype's weights may be from the reference."""
     eps = torch.finfo(dtype).eps

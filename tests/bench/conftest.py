@@ -11,6 +11,7 @@ from moestro.bench import LAYERS, LayerSpec
 from moestro.machine import Roof
 
 ROOF = Roof(bytes_per_second=1e10, flops_per_second=1e11)
+PEAKS = {"fma": 2e11, "vnni": 8e11}
 
 
 def tiny(name: str, num_experts: int = 6) -> LayerSpec:
@@ -29,4 +30,5 @@ def tiny_fixture():
 @pytest.fixture
 def known_roof(monkeypatch: pytest.MonkeyPatch) -> Roof:
     monkeypatch.setattr(machine, "measure", lambda dtype, device="cpu": ROOF)
+    monkeypatch.setattr(machine, "peaks", lambda: PEAKS)
     return ROOF

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from moestro import machine
 from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, ours, run
-from moestro.bench.layers import inputs
-from moestro.bench.measure import CALL_LIMIT_SECONDS, too_much
+from moestro.bench.layers import RESERVE_BYTES, expected_output, inputs
+from moestro.bench.measure import CALL_LIMIT_SECONDS, no_room, too_much
+from moestro.bench.peers import Numbers
 from moestro.errors import InvalidInputError, UnsupportedError, unsupported
 from moestro.machine import Roof
+from moestro.tolerances import QUANTISED
 
 SECONDS = 1e-4
 
@@ -41,14 +43,13 @@ def spoiled(name: str, spoil) -> Variant:
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
     points: list[str] = []
-    wanted = plan(tiny(name), dtypes=(torch.float32, torch.bfloat16), variants=("auto", "grouped"), peers=tuple(PEERS))
+    dense = {n: peer for n, peer in PEERS.items() if peer.numbers.bits is None}
+    wanted = plan(tiny(name), dtypes=(torch.float32, torch.bfloat16), variants=("auto", "grouped"), peers=tuple(dense))
     report = run(wanted, points.append)
     assert points == [f"{name} {dtype} T={t}" for dtype in ("float32", "bfloat16") for t in (1, 5)]
-    here = [name for name, peer in PEERS.items() if peer.device is None]
+    here = [n for n, peer in dense.items() if peer.device is None]
     assert [row.variant for row in report.rows] == ["moestro", "moestro-grouped", *here] * 4
-    assert report.notes["run"] == [
-        f"{name} skipped: it needs a cuda device, this run is on cpu" for name in PEERS if name not in here
-    ]
+    assert report.notes["run"][0] == "deepgemm, sonicmoe skipped: it needs a cuda device, this run is on cpu"
     assert not report.wrong
     for row in report.rows:
         if row.status == "skipped":
@@ -64,6 +65,9 @@ def test_every_layer_end_to_end(tiny, known_roof: Roof, name: str) -> None:
         assert row.gigabytes_per_second == pytest.approx(nbytes / seconds / 1e9)
         assert row.gigaflops == pytest.approx(flops / seconds / 1e9)
         assert row.flop_per_byte == pytest.approx(flops / nbytes)
+        assert row.bandwidth_share == pytest.approx(nbytes / seconds / 1e10)
+        assert (row.peak, row.peak_share) == ("fma", pytest.approx(flops / seconds / 2e11))
+        assert 0 <= row.error < (1e-5 if row.dtype == "float32" else 2e-2)
         assert row.roof_share == pytest.approx(max(nbytes / 1e10, flops / 1e11) / seconds)
         assert (row.ratio is None) == (row.variant == "moestro")
         assert row.ratio is None or 0 < row.ratio_low <= row.ratio <= row.ratio_high
@@ -95,6 +99,136 @@ def test_no_ratio_at_all_if_moestro_is_wrong(tiny, known_roof: Roof) -> None:
     assert [row.status for row in report.rows] == ["wrong output", "ok"] * 2
     assert all(row.ratio is None for row in report.rows)
     assert all(row.microseconds for row in report.rows if row.variant == "eager")
+
+
+def quantising(name: str, spoil, bits: int = 4) -> Variant:
+    """A peer that stores the weights in a way of its own: every output is off by 0.15, then spoiled."""
+    numbers = Numbers("own", bits, bits_per_weight=4.5, bound=QUANTISED[bits], products="int8")
+
+    def prepare(layer):
+        def call(x, routing):
+            y = expected_output(layer, x, routing)
+            generator = torch.Generator().manual_seed(1)
+            noise = torch.randn(y.shape, generator=generator)
+            return spoil(y + 0.15 * y.norm(dim=-1, keepdim=True) * noise / noise.norm(dim=-1, keepdim=True))
+
+        return lambda x, routing: lambda: call(x, routing)
+
+    return Variant(name, lambda spec, dtype: None, prepare, ours().cost, numbers=numbers)
+
+
+def test_formats_against_peers_of_as_many_bits(tiny, known_roof: Roof) -> None:
+    spec = replace(tiny("gpt-oss-20b"), hidden_size=64, intermediate_size=32)
+    variants = tuple(ours("auto", name) for name in ("mxfp4", "dense", "int4-g32", "int8"))
+    peers = (quantising("right", lambda y: y), "eager", quantising("eight", lambda y: y, bits=8))
+    points: list[str] = []
+    report = run(plan(spec, tokens=(3,), dtypes=(torch.bfloat16,), variants=variants, peers=peers), points.append)
+    assert points == [
+        "gpt-oss-20b bfloat16 mxfp4, int4-g32 T=3",
+        "gpt-oss-20b bfloat16 T=3",
+        "gpt-oss-20b bfloat16 int8 T=3",
+    ]
+    assert [(row.bits, row.variant, row.format, row.status) for row in report.rows] == [
+        (4, "moestro-mxfp4", "mxfp4", "ok"),
+        (4, "moestro-int4-g32", "int4-g32", "ok"),
+        (4, "right", "own", "ok"),
+        (16, "moestro", "bfloat16", "ok"),
+        (16, "eager", "bfloat16", "ok"),
+        (8, "moestro-int8", "int8", "ok"),
+        (8, "eight", "own", "wrong output"),  # too much for 8 bits
+    ]
+    mxfp4, int4, right = report.rows[:3]
+    weights, biases = 3 * 64 * 32, 64 + 64
+    seconds = mxfp4.microseconds / 1e6
+    each = weights * 4.25 / 8 + biases * 2
+    assert mxfp4.gigabytes_per_second == pytest.approx(mxfp4.active_experts * each / seconds / 1e9)
+    seconds = right.microseconds / 1e6
+    each = weights * 4.5 / 8 + biases * 4
+    assert right.gigabytes_per_second == pytest.approx(right.active_experts * each / seconds / 1e9)
+    assert (right.peak, right.peak_share) == ("vnni", pytest.approx(right.gigaflops / 800))
+    assert right.error == pytest.approx(0.15, rel=0.01)
+    assert 0.05 < int4.error < mxfp4.error < 0.3
+    assert right.ratios["moestro-mxfp4"] == right.ratio
+    assert right.ratios.keys() == {"moestro-mxfp4", "moestro-int4-g32"}
+    assert mxfp4.ratios["moestro-mxfp4"] == 1.0
+    assert report.rows[-1].ratios == {}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        torch.neg,
+        lambda y: torch.zeros_like(y),
+        lambda y: y * 1.4,
+        lambda y: y[:, :-1],
+        lambda y: y.index_fill(0, torch.tensor([2]), 0.0),  # one token of five
+        lambda y: y.index_fill(1, torch.tensor([0]), torch.nan),
+    ],
+)
+def test_a_wrong_peer_of_its_own_format_gets_no_ratio(tiny, known_roof: Roof, spoil) -> None:
+    spec = replace(tiny("olmoe"), hidden_size=64, intermediate_size=32)
+    report = run(plan(spec, tokens=(5,), variants=(ours("auto", "mxfp4"),), peers=(quantising("cheat", spoil),)))
+    [good, bad] = report.rows
+    assert good.status == "ok"
+    assert bad.status == "wrong output"
+    assert bad.microseconds is bad.gigaflops is bad.ratio is bad.error is bad.peak_share is None
+
+
+def test_a_format_that_the_layer_has_no_room_for(tiny, known_roof: Roof) -> None:
+    report = run(plan(tiny("olmoe"), tokens=(1,), variants=(ours("auto", "int8"), ours("auto", "mxfp4")), peers=()))
+    skipped = report.rows[1]
+    assert (skipped.variant, skipped.status) == ("moestro-mxfp4", "skipped")
+    assert "a multiple of 32" in skipped.reason
+    assert skipped.flop_per_byte > 0
+
+
+def test_a_copy_that_memory_does_not_hold_is_not_made(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(tiny("olmoe"), torch.float32, 6)
+    peer = quantising("own", lambda y: y)
+    needed = RESERVE_BYTES + 6 * 3 * 24 * 16 * 4.5 / 8
+    monkeypatch.setattr(machine, "available_bytes", lambda device="cpu": needed)
+    assert no_room(peer, layer) is None
+    monkeypatch.setattr(machine, "available_bytes", lambda device="cpu": needed - 1)
+    assert no_room(peer, layer) == "needs 2.1 GB for a copy of the weights and what else there is; 2.1 GB are free"
+    assert no_room(ours(), layer) is None
+
+
+def test_what_is_not_on_this_machine_is_named_once(tiny, known_roof: Roof) -> None:
+    absent = [replace(spoiled(name, lambda y: y), absent=lambda: "nobody installed it") for name in ("one", "two")]
+    report = run(plan(tiny("olmoe"), peers=(*absent, "eager")))
+    assert report.notes["run"] == ["one, two skipped: nobody installed it"]
+    assert {row.variant for row in report.rows} == {"moestro", "eager"}
+
+
+class OwnClock:
+    """A call that counts a second, whatever it took."""
+
+    def __init__(self, call, fails: bool = False) -> None:
+        self.call, self.fails = call, fails
+
+    def __call__(self):
+        return self.call()
+
+    def seconds(self) -> float:
+        if self.fails:
+            raise RuntimeError("its clock stopped")
+        return 1.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_with_a_clock_of_its_own(tiny, known_roof: Roof, fails: bool) -> None:
+    good = ours("auto")
+
+    def prepare(layer):
+        bind = good.prepare(layer)
+        return lambda x, routing: OwnClock(bind(x, routing), fails)
+
+    report = run(plan(tiny("olmoe"), tokens=(1,), peers=(Variant("timed", good.refuses, prepare, good.cost),)))
+    timed = report.rows[1]
+    if fails:
+        assert (timed.status, timed.reason, timed.microseconds) == ("skipped", "its clock stopped", None)
+    else:
+        assert (timed.status, timed.microseconds) == ("ok", 1e6)
 
 
 def test_an_error_in_the_first_input_only_is_not_what_is_checked(tiny, known_roof: Roof) -> None:
@@ -184,11 +318,11 @@ def test_fewer_experts_than_published(tiny, known_roof: Roof, monkeypatch: pytes
 
 def test_json_schema(tiny, known_roof: Roof) -> None:
     report = json.loads(json.dumps(run(plan(tiny("gpt-oss-20b"))).as_json()))
-    assert set(report) == {"command", "date", "machine", "versions", "roofs", "notes", "rows"}
+    assert set(report) == {"command", "date", "machine", "versions", "roofs", "peaks", "notes", "rows"}
     assert report["roofs"] == {
         "float32": {"bytes_per_second": 1e10, "flops_per_second": 1e11, "balance": pytest.approx(10)}
     }
-    assert set(report["versions"]) == {"python", "moestro", "torch", "transformers"}
+    assert set(report["versions"]) >= {"python", "moestro", "torch", "transformers"}
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert len(report["rows"]) == 4
     for row in report["rows"]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moestro import machine
 from moestro.bench import Report, Row
-from moestro.bench.plot import roofline
+from moestro.bench.plot import _styles, roofline
 from moestro.bench.report import markdown, tables
 from moestro.errors import InvalidInputError
 from moestro.machine import Roof
@@ -18,8 +18,10 @@ from moestro.machine import Roof
 ROW = Row(
     layer="olmoe",
     dtype="float32",
+    bits=32,
     num_tokens=1,
     variant="moestro",
+    format="float32",
     kind="moestro",
     status="ok",
     reason=None,
@@ -34,9 +36,20 @@ ROW = Row(
     microseconds=12345.6,
     gigabytes_per_second=16.26,
     gigaflops=8.13,
-    roof_share=0.81,
+    roof_share=0.79,
+    bandwidth_share=0.81,
+    peak="fma",
+    peak_share=0.03,
+    error=3e-7,
 )
-NOTHING = {"microseconds": None, "gigabytes_per_second": None, "gigaflops": None, "roof_share": None, "samples": 0}
+NOTHING = {
+    "microseconds": None,
+    "gigabytes_per_second": None,
+    "gigaflops": None,
+    "roof_share": None,
+    "samples": 0,
+    "error": None,
+}
 
 
 @pytest.fixture
@@ -49,8 +62,8 @@ def report() -> Report:
         many,
         replace(many, variant="eager", kind="peer", status="wrong output", reason="worst error 2", **NOTHING),
         replace(many, variant="batched_mm", kind="peer", status="skipped", reason="needs 9 GB", **NOTHING),
-        replace(ROW, dtype="bfloat16", status="wrong output", reason="worst error 3", **NOTHING),
-        replace(ROW, dtype="bfloat16", variant="eager", kind="peer", gigaflops=6.0),
+        replace(ROW, dtype="bfloat16", bits=16, status="wrong output", reason="worst error 3", **NOTHING),
+        replace(ROW, dtype="bfloat16", bits=16, variant="eager", kind="peer", gigaflops=6.0),
     ]
     return Report(
         command="moestro bench layer",
@@ -58,6 +71,7 @@ def report() -> Report:
         machine={**machine.describe(), "device": "cpu"},
         versions={"torch": "2.13.0"},
         roofs={"float32": Roof(20e9, 160e9), "bfloat16": Roof(20e9, 1e12)},
+        peaks={"fma": 2.5e11, "vnni": 1e12, "amx-bf16": 3.4e12},
         notes={"run": ["deepgemm skipped: no GPU"], "olmoe float32": ["60 of 64 experts: the rest does not fit"]},
         rows=rows,
     )
@@ -71,10 +85,10 @@ def test_tables(report: Report) -> None:
     assert "olmoe float32 (H 2048, I 1024, E 60 of 64, K 8)" in text
     assert "60 of 64 experts: the rest does not fit" in text
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-    assert ["1", "moestro", "12,346", "16.3", "8.1", "81%", "-"] in lines
-    assert ["1", "eager", "12,346", "16.3", "6.0", "81%", "1.26x (1.20-1.30)"] in lines
-    assert ["1", "batched_mm", "-", "-", "-", "-", "skipped"] in lines
-    assert ["128", "eager", "-", "-", "-", "-", "wrong output"] in lines
+    assert ["1", "moestro", "12,346", "16.3", "81%", "8.1", "3%", "-"] in lines
+    assert ["1", "eager", "12,346", "16.3", "81%", "6.0", "3%", "1.26x (1.20-1.30)"] in lines
+    assert ["1", "batched_mm", *"-----", "skipped"] in lines
+    assert ["128", "eager", *"-----", "wrong output"] in lines
     assert "T=1, 128: batched_mm skipped: needs 9 GB" in text
     assert "T=128: eager wrong output: worst error 2" in text
     assert "T=1: no ratio without it" in text
@@ -92,15 +106,69 @@ def test_markdown(report: Report) -> None:
     text = markdown(report)
     assert text.startswith("# Layer benchmark, 2026-01-02\n")
     assert "- float32 roof: 20.0 GB/s, 160 GFLOP/s, balance 8 FLOP per byte" in text
-    assert "| T | moestro, us | GB/s | GFLOP/s | of roof | eager | batched_mm |" in text
-    assert "| 1 | 12,346 | 16.3 | 8.1 | 81% | 1.26x (1.20-1.30) | skipped |" in text
-    assert "| 128 | 12,346 | 16.3 | 150.0 | 81% | wrong output | skipped |" in text
+    assert "- peaks from registers: fma 250, vnni 1,000, amx-bf16 3,400 GFLOP/s" in text
+    assert "| T | moestro, us | GB/s | of bw | GFLOP/s | of peak | eager | batched_mm |" in text
+    assert "| 1 | 12,346 | 16.3 | 81% | 8.1 | 3% | 1.26x (1.20-1.30) | skipped |" in text
+    assert "| 128 | 12,346 | 16.3 | 81% | 150.0 | 3% | wrong output | skipped |" in text
     assert "- T=1, 128: batched_mm skipped: needs 9 GB" in text
     assert "- 60 of 64 experts: the rest does not fit" in text
     assert "`moestro bench layer`" in text
     assert text.count("- deepgemm skipped: no GPU") == 1
     widths = {len(line.split("|")) for line in text.split("## ")[1].splitlines() if line.startswith("|")}
-    assert widths == {9}
+    assert widths == {10}
+
+
+@pytest.fixture
+def quantised(report: Report) -> Report:
+    ours = replace(ROW, dtype="bfloat16", bits=4, variant="moestro-mxfp4", format="mxfp4", error=0.21)
+    report.rows = [
+        ours,
+        replace(ours, variant="moestro-nvfp4", format="nvfp4", ratio=1.1, ratio_low=1.0, ratio_high=1.2),
+        replace(
+            ours,
+            variant="ggml-q4_K",
+            format="q4_K",
+            kind="peer",
+            peak="vnni",
+            peak_share=0.4,
+            error=0.13,
+            ratio=2.0,
+            ratio_low=1.9,
+            ratio_high=2.1,
+        ),
+        replace(ours, variant="late", kind="peer", status="wrong output", reason="far", **NOTHING),
+    ]
+    return report
+
+
+def test_quantised_weights_show_formats_and_errors(quantised: Report) -> None:
+    text = markdown(quantised)
+    assert "## olmoe 4 bits, x in bfloat16 (H 2048" in text
+    assert "| T | variant | format | us | GB/s | of bw | GFLOP/s | of peak | error | time / moestro-mxfp4's |" in text
+    assert "| 1 | moestro-mxfp4 | mxfp4 | 12,346 | 16.3 | 81% | 8.1 | 3% | 2.1e-01 | - |" in text
+    assert "| 1 | ggml-q4_K | q4_K | 12,346 | 16.3 | 81% | 8.1 | 40% i8 | 1.3e-01 | 2.00x (1.90-2.10) |" in text
+    assert "| 1 | late | mxfp4 | - | - | - | - | - | - | wrong output |" in text
+    console = Console(width=120, file=io.StringIO())
+    console.print(tables(quantised)[0])
+    assert "2.1e-01" in console.file.getvalue()
+
+
+def test_plot_of_many_variants(quantised: Report, tmp_path: Path) -> None:
+    peer = quantised.rows[2]
+    quantised.rows += [replace(peer, variant=f"peer {i}", gigaflops=10.0 + i) for i in range(14)]
+    styles = _styles(quantised.rows)
+    assert len({(s["color"], s["marker"]) for s in styles.values()}) == len(styles) == 17
+    roofline(quantised, tmp_path / "roof.png")
+    assert imread(tmp_path / "roof.png").shape[0] > 500
+
+
+def test_a_place_without_a_panel_is_empty(report: Report, tmp_path: Path) -> None:
+    report.rows.append(replace(ROW, bits=8, variant="moestro-int8", format="int8"))
+    roofline(report, tmp_path / "roof.png")
+    picture = imread(tmp_path / "roof.png")[:, :, :3]
+    height, width = picture.shape[:2]
+    last = picture[int(height * 0.56) : int(height * 0.84), int(width * 0.52) :]
+    assert last.min() == 1.0
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])

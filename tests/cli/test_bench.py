@@ -19,6 +19,7 @@ from moestro.machine import Roof
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "measure", lambda dtype, device="cpu": Roof(1e10, 1e11))
+    monkeypatch.setattr(machine, "peaks", lambda: {"fma": 2e11, "vnni": 8e11})
     for name, spec in layers.LAYERS.items():
         sizes = {"hidden_size": 24, "intermediate_size": 16, "num_experts": 6, "top_k": min(spec.top_k, 3)}
         monkeypatch.setitem(layers.LAYERS, name, replace(spec, **sizes))
@@ -48,6 +49,20 @@ def test_json_alone_on_stdout() -> None:
     assert [row["variant"] for row in rows] == ["moestro-grouped", "moestro"]
     assert [row["ratio"] is None for row in rows] == [True, False]
     assert "olmoe float32" in result.stderr
+
+
+def test_formats_are_compared_by_bits() -> None:
+    arguments = ("--tokens", "2", "--dtype", "float32", "--formats", "int8,dense,fp8-e4m3-tensor", "--peers", "eager")
+    result = bench(*arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["bits"], row["variant"], row["format"]) for row in rows] == [
+        (8, "moestro-int8", "int8"),
+        (8, "moestro-fp8-e4m3-tensor", "fp8-e4m3-tensor"),
+        (32, "moestro", "float32"),
+        (32, "eager", "float32"),
+    ]
+    assert "olmoe 8 bits, x in float32 (H 24" in result.stderr
 
 
 def test_all_layers_quick() -> None:
@@ -105,6 +120,8 @@ def test_wrong_output_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--dtype", "int8"], "got torch.int8; needs float32, bfloat16 or float16"),
         (["--variant", "fastest"], "got strategy='fastest'"),
         (["--peers", "vllm"], "got peer 'vllm'; needs one of eager, "),
+        (["--formats", "int3"], "got format 'int3'; needs one of float32, "),
+        (["--formats", "bf16"], "got format 'bfloat16'; needs a quantised one, or 'dense'"),
         (["--device", "abacus"], "got device 'abacus'"),
         (["--seconds-per-point", "0"], "got seconds per point 0.0"),
         (["--plot", "roof.xyz"], "got 'roof.xyz'; needs a name ending in .png"),

@@ -18,6 +18,7 @@ from moestro.ops import _select
 def roofs(monkeypatch: pytest.MonkeyPatch) -> None:
     by_dtype = {torch.float32: Roof(1.25e10, 1e11), torch.bfloat16: Roof(1.25e10, 4e11)}
     monkeypatch.setattr(machine, "measure", lambda dtype: by_dtype[dtype])
+    monkeypatch.setattr(machine, "peaks", lambda: {"fma": 2.5e11, "vnni": 1e12})
 
 
 def run(*arguments: str) -> Result:
@@ -31,7 +32,7 @@ def test_json() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert found["machine"]["features"] == machine.features()
-    assert found["roof"] is None
+    assert found["roof"] is found["peaks"] is None
 
 
 def test_every_implementation_is_listed_in_order() -> None:
@@ -52,11 +53,22 @@ def test_a_reason_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("roofs")
 def test_measured() -> None:
-    found = json.loads(run("--measure", "--json").stdout)["roof"]
+    measured = json.loads(run("--measure", "--json").stdout)
+    assert measured["peaks"] == {"fma": 2.5e11, "vnni": 1e12}
+    found = measured["roof"]
     assert found["bfloat16"] == {"bytes_per_second": 1.25e10, "flops_per_second": 4e11}
     text = run("--measure").stdout
     assert "12.5 GB/s, 100 GFLOP/s" in text
     assert "12.5 GB/s, 400 GFLOP/s" in text
+    assert "250 GFLOP/s" in text
+    assert "1,000 GOP/s" in text
+
+
+@pytest.mark.usefixtures("roofs")
+def test_without_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "peaks", dict)
+    assert json.loads(run("--measure", "--json").stdout)["peaks"] == {}
+    assert "the native engine is not there, or has no loops for this processor" in run("--measure").stdout
 
 
 def test_text() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ LAYERS = {
         LayerSpec("olmoe", "allenai/OLMoE-1B-7B-0924", "olmoe", 2048, 1024, 64, 8),
         LayerSpec("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", 2048, 768, 128, 8),
         LayerSpec("mixtral", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 4096, 14336, 8, 2, narrow_weights=False),
+        LayerSpec("mixtral-half", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 2048, 7168, 8, 2, narrow_weights=False),
         LayerSpec(
             "gpt-oss-20b",
             "openai/gpt-oss-20b",
@@ -113,6 +114,15 @@ class Layer:
     spec: LayerSpec
     weights: ExpertWeights
     stored: StoredExperts
+    quantized: dict[str, ExpertWeights] = field(default_factory=dict)
+
+    def in_format(self, format: str | None) -> ExpertWeights:
+        """The weights quantised to a format, once; None is for the layer's own."""
+        if format is None:
+            return self.weights
+        if format not in self.quantized:
+            self.quantized[format] = self.weights.quantize(format)
+        return self.quantized[format]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,17 +234,21 @@ def flops(spec: LayerSpec, routing: Routing) -> int:
     return 6 * spec.hidden_size * spec.intermediate_size * pairs
 
 
-def expected_output(layer: Layer, x: Tensor, routing: Routing) -> Tensor:
-    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once."""
+def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str | None = None) -> Tensor:
+    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once.
+
+    `format` is that of the weights, None for the layer's own.
+    """
+    weights = layer.in_format(format)
     y = torch.zeros(x.shape, device=x.device)
     wide = x.float()
     for e in _distinct(routing.expert_ids):
         tokens, slots = (routing.expert_ids == e).nonzero(as_tuple=True)
         w = routing.routing_weights[tokens, slots, None]
         if routing.weight_on == "input":
-            rows = one_expert(wide[tokens] * w, layer.weights, e)
+            rows = one_expert(wide[tokens] * w, weights, e)
         else:
-            rows = one_expert(wide[tokens], layer.weights, e) * w
+            rows = one_expert(wide[tokens], weights, e) * w
         y.index_add_(0, tokens, rows)
     return y
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moestro import machine
 from moestro.bench.layers import (
+    RESERVE_BYTES,
     Layer,
     LayerSpec,
-    active_bytes,
     active_experts,
     expected_output,
     experts_that_fit,
@@ -27,11 +27,12 @@ from moestro.bench.layers import (
     inputs,
     make_layer,
 )
-from moestro.bench.peers import Bind, Call, Variant
-from moestro.bench.timing import alternate, ratio, wall_clock
+from moestro.bench.peers import place
+from moestro.bench.peers.variant import DENSE, Bind, Call, Variant
+from moestro.bench.timing import OwnClock, alternate, ratio, wall_clock
 from moestro.errors import UnsupportedError, invalid_input
 from moestro.machine import Roof
-from moestro.tolerances import disagreement
+from moestro.tolerances import disagreement, relative_error, too_far
 from moestro.types import Routing
 
 CALL_LIMIT_SECONDS = 30.0
@@ -50,9 +51,9 @@ class Plan:
     """What to measure.
 
     Attributes:
-        layers, tokens, dtypes: every combination is one point.
-        ours: moestro's variants; every ratio is to the first of them.
-        peers: what they are compared with.
+        layers, tokens, dtypes: every combination is one point, with those of `ours` whose weights have as many bits.
+        ours: moestro's variants; every ratio is to the first of the point.
+        peers: what they are compared with where their weights have as many bits as moestro's.
         seconds: time each variant may spend on a point.
         device: where.
 
@@ -97,22 +98,32 @@ class Row:
     """One variant at one point. Times, rates and ratio are None where nothing was measured.
 
     Attributes:
+        dtype: of the tokens, and of the weights where they are no quantised ones.
+        bits: of a weight, in whole numbers; rows of as many are compared.
+        format: how the variant stores its weights.
         kind: "moestro" or "peer".
         status, reason: "ok", or why there is no number.
         num_experts, published_num_experts: experts in memory here, and in the published model.
         active_experts: distinct experts that each routing touches.
         microseconds: median of `samples` calls.
-        gigabytes_per_second: weights of the active experts, read once, over the time.
+        gigabytes_per_second: weights of the active experts as the variant stores them, read once, over the time.
         gigaflops: 6 * H * I FLOP for every (token, expert) pair over the time, in 1e9 per second.
         roof_share: the least time at the machine's roof over the time.
+        bandwidth_share: gigabytes_per_second over the roof's.
+        peak, peak_share: gigaflops over a peak of the machine's registers, and which ("vnni" where the variant
+            multiplies int8 numbers, else "fma"); None where that was not measured.
+        error: relative L2 error of a checked output against the layer's own weights, whatever the variant's are.
         ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
         ratio_low, ratio_high: lower and upper quartile over rounds.
+        ratios: the same median against each of moestro's variants at the point, by name.
     """
 
     layer: str
     dtype: str
+    bits: int
     num_tokens: int
     variant: str
+    format: str
     kind: Literal["moestro", "peer"]
     status: Status
     reason: str | None
@@ -128,20 +139,29 @@ class Row:
     gigabytes_per_second: float | None = None
     gigaflops: float | None = None
     roof_share: float | None = None
+    bandwidth_share: float | None = None
+    peak: str | None = None
+    peak_share: float | None = None
+    error: float | None = None
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
+    ratios: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Report:
-    """Everything one run found. `notes` are keyed by "layer dtype" or "run", `roofs` by dtype."""
+    """Everything one run found.
+
+    `notes` are keyed by "layer dtype" or "run", `roofs` by dtype; `peaks` are `machine.peaks()`.
+    """
 
     command: str
     date: str
     machine: dict[str, Any]
     versions: dict[str, str]
     roofs: dict[str, Roof]
+    peaks: dict[str, float] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
@@ -174,10 +194,9 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
         machine={**machine.describe(), "device": plan.device},
         versions=versions(),
         roofs={dtype_name(dtype): roof for dtype, roof in roofs.items()},
+        peaks=machine.peaks() if torch.device(plan.device).type == "cpu" else {},
     )
-    elsewhere = [v for v in plan.peers if v.device not in (None, torch.device(plan.device).type)]
-    plan = replace(plan, peers=tuple(v for v in plan.peers if v not in elsewhere))
-    notes = [f"{v.name} skipped: it needs a {v.device} device, this run is on {plan.device}" for v in elsewhere]
+    plan, notes = _only_those_here(plan)
     refusal: UnsupportedError | None = None
     with torch.inference_mode():
         for spec in plan.layers:
@@ -193,7 +212,10 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
                 layer = make_layer(spec, dtype, num_experts, plan.device)
                 if layer.notes:
                     report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
-                report.rows += _run_layer(layer, plan, roofs[dtype], on_point)
+                for group in _groups(plan, dtype):
+                    report.rows += _run_group(
+                        replace(layer, quantized={}), group, (roofs[dtype], report.peaks), on_point
+                    )
                 del layer
     if refusal is not None and not report.rows:
         raise refusal
@@ -212,11 +234,44 @@ def _is_here(device: str) -> bool:
     return torch.accelerator.is_available() and (found.index or 0) < torch.accelerator.device_count()
 
 
-def _run_layer(layer: Layer, plan: Plan, roof: Roof, on_point: Callable[[str], None]) -> Iterator[Row]:
+def _only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan without peers that cannot run on this machine or device, and the sentences why, each once."""
+    reasons: dict[str, list[str]] = {}
+    here = []
+    for peer in plan.peers:
+        reason = peer.absent()
+        if peer.device not in (None, torch.device(plan.device).type):
+            reason = f"it needs a {peer.device} device, this run is on {plan.device}"
+        if reason is None:
+            here.append(peer)
+        else:
+            reasons.setdefault(reason, []).append(peer.name)
+    return replace(plan, peers=tuple(here)), [f"{', '.join(names)} skipped: {why}" for why, names in reasons.items()]
+
+
+def _groups(plan: Plan, dtype: torch.dtype) -> list[Plan]:
+    """The plan cut into parts whose weights have equally many bits, in the order of moestro's variants."""
+    counts = dict.fromkeys(variant.numbers.bits_in(dtype) for variant in plan.ours)
+
+    def of(bits: int, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+        return tuple(variant for variant in variants if variant.numbers.bits_in(dtype) == bits)
+
+    return [replace(plan, ours=of(bits, plan.ours), peers=of(bits, plan.peers)) for bits in counts]
+
+
+def num_points(plan: Plan) -> int:
+    """How often `run` calls back where memory holds every layer."""
+    groups = sum(len(_groups(plan, dtype)) for dtype in plan.dtypes)
+    return len(plan.layers) * len(plan.tokens) * groups
+
+
+def _run_group(
+    layer: Layer, plan: Plan, limits: tuple[Roof, dict[str, float]], on_point: Callable[[str], None]
+) -> Iterator[Row]:
     refused: dict[str, str] = {}
     bound: dict[str, Bind] = {}
     for variant in (*plan.ours, *plan.peers):
-        reason = variant.refuses(layer.spec, layer.dtype)
+        reason = variant.refuses(layer.spec, layer.dtype) or no_room(variant, layer)
         if reason is None:
             try:
                 bound[variant.name] = variant.prepare(layer)
@@ -224,46 +279,79 @@ def _run_layer(layer: Layer, plan: Plan, roof: Roof, on_point: Callable[[str], N
                 reason = _sentence(error)
         if reason is not None:
             refused[variant.name] = reason
+    formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in plan.ours))
     for num_tokens in plan.tokens:
-        on_point(f"{layer.spec.name} {dtype_name(layer.dtype)} T={num_tokens}")
-        yield from _run_point(_Point(layer, plan, roof, num_tokens), bound, refused)
+        on_point(" ".join(dict.fromkeys([layer.spec.name, dtype_name(layer.dtype), formats, f"T={num_tokens}"])))
+        yield from _run_point(_Point(layer, plan, limits, num_tokens), bound, refused)
+
+
+def no_room(variant: Variant, layer: Layer) -> str | None:
+    """None, or the sentence why memory does not hold what a variant makes of the weights."""
+    if variant.numbers.bits_per_weight is None:
+        return None
+    weights = 3 * layer.spec.hidden_size * layer.spec.intermediate_size * layer.num_experts
+    copy = variant.numbers.bytes_per_expert(layer) * layer.num_experts
+    needed = round(copy + weights * variant.numbers.bits_to_prepare / 8) + RESERVE_BYTES
+    free = machine.available_bytes(layer.device)
+    if needed <= free:
+        return None
+    return f"needs {needed / 1e9:.1f} GB for a copy of the weights and what else there is; {free / 1e9:.1f} GB are free"
 
 
 class _Point:
-    """One layer, dtype and number of tokens: its inputs, and the truth about some of them."""
+    """One layer, dtype, number of bits and of tokens: its inputs, and the truth about some of them."""
 
-    def __init__(self, layer: Layer, plan: Plan, roof: Roof, num_tokens: int) -> None:
-        self.layer, self.plan, self.roof, self.num_tokens = layer, plan, roof, num_tokens
+    def __init__(self, layer: Layer, plan: Plan, limits: tuple[Roof, dict[str, float]], num_tokens: int) -> None:
+        self.layer, self.plan, self.num_tokens = layer, plan, num_tokens
+        self.roof, self.peaks = limits
         few = num_tokens <= FEW_TOKENS
         self.x, self.routings = inputs(layer, num_tokens, count=16 if few else 4)
         # Few tokens touch few experts, so two inputs are checked; many tokens touch most of them in one.
         self.checked = self.routings[:: max(len(self.routings) - 1, 1)] if few else self.routings[:1]
-        self.expected = [expected_output(layer, self.x, routing) for routing in self.checked]
+        self._expected: dict[str, list[Tensor]] = {}
+        self.errors: dict[str, float] = {}
         self.flops = flops(layer.spec, self.routings[0])
-        self.nbytes = active_bytes(layer, self.routings[0])
+        self.active = active_experts(self.routings[0].expert_ids)
+
+    def expected(self, format: str) -> list[Tensor]:
+        """The reference's outputs for the checked inputs, on weights in a format."""
+        if format not in self._expected:
+            own = None if format == DENSE else format
+            self._expected[format] = [expected_output(self.layer, self.x, r, own) for r in self.checked]
+        return self._expected[format]
 
     def judge(self, variant: Variant, bind: Bind) -> tuple[Status, str | None]:
-        """Whether a variant fits, runs, and computes the layer."""
+        """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`."""
         reason = too_much(variant, self.layer, self.routings[0], self.roof)
         if reason is not None:
             return "skipped", reason
-        for routing, expected in zip(self.checked, self.expected, strict=True):
+        numbers = variant.numbers
+        own = self.expected(numbers.reference)
+        for routing, expected, plain in zip(self.checked, own, self.expected(DENSE), strict=True):
             try:
                 output: Tensor = bind(self.x, routing)()
             except FAILURES as error:
                 return "skipped", _sentence(error)
-            wrong = disagreement(output, expected, self.layer.dtype)
+            if numbers.bound is None:
+                wrong = disagreement(output, expected, self.layer.dtype)
+            else:
+                wrong = too_far(output, expected, numbers.bound)
             if wrong is not None:
                 return "wrong output", wrong
+            off = relative_error(output, plain)
+            self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
         return "ok", None
 
     def row(self, variant: Variant, status: Status, reason: str | None) -> Row:
+        """What is known of a variant before its times are."""
         layer, spec = self.layer, self.layer.spec
         return Row(
             layer=spec.name,
             dtype=dtype_name(layer.dtype),
+            bits=variant.numbers.bits_in(layer.dtype),
             num_tokens=self.num_tokens,
             variant=variant.name,
+            format=variant.numbers.name_in(layer.dtype),
             kind="moestro" if variant in self.plan.ours else "peer",
             status=status,
             reason=reason,
@@ -272,8 +360,29 @@ class _Point:
             num_experts=layer.num_experts,
             published_num_experts=spec.num_experts,
             top_k=spec.top_k,
-            active_experts=active_experts(self.routings[0].expert_ids),
-            flop_per_byte=self.flops / self.nbytes,
+            active_experts=self.active,
+            flop_per_byte=self.flops / self.nbytes(variant),
+            error=self.errors.get(variant.name) if status == "ok" else None,
+        )
+
+    def nbytes(self, variant: Variant) -> int:
+        """Bytes of the active experts as the variant stores them."""
+        return self.active * variant.numbers.bytes_per_expert(self.layer)
+
+    def timed(self, row: Row, variant: Variant, samples: list[float]) -> Row:
+        """The row with what follows from the times."""
+        seconds, nbytes = median(samples), self.nbytes(variant)
+        peak = "vnni" if variant.numbers.products == "int8" else "fma"
+        return replace(
+            row,
+            samples=len(samples),
+            microseconds=seconds * 1e6,
+            gigabytes_per_second=nbytes / seconds / 1e9,
+            gigaflops=self.flops / seconds / 1e9,
+            roof_share=self.roof.seconds(self.flops, nbytes) / seconds,
+            bandwidth_share=nbytes / seconds / self.roof.bytes_per_second,
+            peak=peak if peak in self.peaks else None,
+            peak_share=self.flops / seconds / self.peaks[peak] if peak in self.peaks else None,
         )
 
 
@@ -297,34 +406,44 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
     for variant in variants:
         row = point.row(variant, *verdicts[variant.name])
         own = times.get(variant.name)
-        if own is None:
-            yield row
-            continue
-        seconds = median(own)
-        row = replace(
-            row,
-            samples=len(own),
-            microseconds=seconds * 1e6,
-            gigabytes_per_second=point.nbytes / seconds / 1e9,
-            gigaflops=point.flops / seconds / 1e9,
-            roof_share=point.roof.seconds(point.flops, point.nbytes) / seconds,
-        )
-        if baseline in times and variant.name != baseline:
-            against = ratio(own, times[baseline])
-            row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
+        if own is not None:
+            row = point.timed(row, variant, own)
+            row.ratios.update((o.name, ratio(own, times[o.name]).median) for o in plan.ours if o.name in times)
+            if baseline in times and variant.name != baseline:
+                against = ratio(own, times[baseline])
+                row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
         yield row
 
 
-def _guarded(call: Call, name: str, failed: dict[str, str]) -> Callable[[], None]:
-    """The call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
+class _Guarded:
+    """A call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
 
-    def guarded() -> None:
+    def __init__(self, call: Call, name: str, failed: dict[str, str]) -> None:
+        self.call, self.name, self.failed = call, name, failed
+
+    def __call__(self) -> None:
+        self._noting(self.call)
+
+    def _noting(self, do: Callable[[], object]) -> object:
         try:
-            call()
+            return do()
         except FAILURES as error:
-            failed[name] = _sentence(error)
+            self.failed[self.name] = _sentence(error)
+            return 0.0
 
-    return guarded
+
+class _GuardedClock(_Guarded):
+    """The same of a call that has a clock of its own."""
+
+    def seconds(self) -> float:
+        """Those of the call, 0 where it raised."""
+        assert isinstance(self.call, OwnClock)
+        found: Any = self._noting(self.call.seconds)
+        return float(found)
+
+
+def _guarded(call: Call, name: str, failed: dict[str, str]) -> _Guarded:
+    return (_GuardedClock if isinstance(call, OwnClock) else _Guarded)(call, name, failed)
 
 
 def _sentence(error: Exception) -> str:
@@ -345,14 +464,17 @@ def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> st
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, moestro, torch and transformers; moestro may run from its source tree."""
+    """Versions of Python, moestro, torch, transformers, and the peers in their folder.
+
+    moestro may run from its source tree.
+    """
     found = {"python": platform.python_version()}
     for name in ("moestro", "torch", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "source tree" if name == "moestro" else "not installed"
-    return found
+    return found | place.versions()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

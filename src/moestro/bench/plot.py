@@ -12,6 +12,7 @@ from moestro.machine import Roof
 
 OURS_COLOURS = ("#d1495b", "#e08e45", "#8f2d56", "#f2b134", "#b56576")
 PEER_COLOURS = ("#30638e", "#5b8e7d", "#7d7aa8", "#8a8d91", "#3f88c5", "#6b705c")
+OURS_MARKERS = "o*phH8"
 PEER_MARKERS = "sD^vPX"
 INK = "#2b2d33"
 COLUMNS = 2
@@ -19,9 +20,10 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def roofline(report: Report, path: str | Path) -> None:
-    """Write a picture (png, svg or pdf by the name's ending): a panel per layer and dtype.
+    """Write a picture (png, svg or pdf by the name's ending): a panel per layer, dtype and bits of a weight.
 
-    x is FLOP per byte of active weights, y is GFLOP/s, both logarithmic; every dot is a number of tokens.
+    x is FLOP per byte of active weights as a variant stores them, y is GFLOP/s, both logarithmic; every dot is a number
+    of tokens, every format has a marker of its own. The solid roof is the matmuls'; the peaks are those of registers.
 
     Raises:
         InvalidInputError: the report has no measured row, or the ending names no picture format.
@@ -30,7 +32,7 @@ def roofline(report: Report, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     check_ending(path)
-    panels = [(key[1], rows) for key, rows in by_layer(report.rows) if any(row.gigaflops for row in rows)]
+    panels = [rows for _, rows in by_layer(report.rows) if any(row.gigaflops for row in rows)]
     if not panels:
         raise invalid_input(
             "plot", got="a report without times", needs="a measured row", fix="See the table's reasons."
@@ -39,11 +41,11 @@ def roofline(report: Report, path: str | Path) -> None:
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(6.4 * columns, 4.6 * lines + 1.0), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False).flat
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     styles = _styles(report.rows)
-    for axis, (dtype, rows) in zip(axes, panels, strict=False):
-        _panel(axis, rows, report.roofs[dtype], styles)
-    for axis in list(axes)[len(panels) :]:
+    for axis, rows in zip(axes, panels, strict=False):
+        _panel(axis, rows, report, styles)
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
     handles = [figure.axes[0].plot([], [], label=name, **style)[0] for name, style in styles.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(styles), 5), frameon=False)
@@ -70,41 +72,60 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(ours):
         colour = OURS_COLOURS[i % len(OURS_COLOURS)]
-        styles[name] = {"color": colour, "marker": "o", "ms": 7, "lw": 2.2, "zorder": 5, "mec": "white", "mew": 0.8}
+        marker = OURS_MARKERS[i % len(OURS_MARKERS)]
+        styles[name] = {"color": colour, "marker": marker, "ms": 7, "lw": 2.2, "zorder": 5, "mec": "white", "mew": 0.8}
     for i, name in enumerate(peers):
-        marker, colour = PEER_MARKERS[i % len(PEER_MARKERS)], PEER_COLOURS[i % len(PEER_COLOURS)]
+        turn = i // len(PEER_MARKERS)
+        marker, colour = PEER_MARKERS[i % len(PEER_MARKERS)], PEER_COLOURS[(i + turn) % len(PEER_COLOURS)]
         styles[name] = {"color": colour, "marker": marker, "ms": 5, "lw": 1.2, "alpha": 0.85, "zorder": 3}
     return styles
 
 
-def _panel(axis: Any, rows: list[Row], roof: Roof, styles: dict[str, dict[str, Any]]) -> None:
+def _panel(axis: Any, rows: list[Row], report: Report, styles: dict[str, dict[str, Any]]) -> None:
+    roof = report.roofs[rows[0].dtype]
     measured = [row for row in rows if row.gigaflops is not None]
     xs = [row.flop_per_byte for row in measured]
     ys = [row.gigaflops for row in measured if row.gigaflops is not None]
     left, right = min(*xs, roof.balance) / 2, max(*xs, roof.balance) * 3
+    _draw_roof(axis, roof, left, right)
+    peaks = {row.peak: report.peaks[row.peak] / 1e9 for row in measured if row.peak in report.peaks}
+    for name, rate in peaks.items():
+        axis.axhline(rate, color=INK, lw=0.9, ls=":", zorder=2)
+        axis.annotate(f"{name} {rate:,.0f}", (left, rate), (4, 3), textcoords="offset points", color=INK, fontsize=7)
+    for name, style in styles.items():
+        line = sorted((row.flop_per_byte, row.gigaflops) for row in measured if row.variant == name)
+        axis.plot([x for x, _ in line], [y for _, y in line], **style)
+    _mark_tokens(axis, [row for row in measured if row.variant == measured[0].variant])
+    axis.set_xlim(left, right)
+    lowest, highest = roof.bytes_per_second / 1e9 * left, roof.flops_per_second / 1e9
+    axis.set_ylim(min(*ys, lowest) / 2.5, max(*ys, *peaks.values(), highest) * 2)
+    axis.set_title(title(rows[0]), fontsize=10, color=INK, loc="left")
+    axis.set_xlabel("FLOP per byte of active weights", fontsize=9, color=INK)
+    axis.set_ylabel("GFLOP/s", fontsize=9, color=INK)
+    axis.grid(True, which="major", color=INK, alpha=0.08)
+    axis.tick_params(labelsize=8, colors=INK)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_roof(axis: Any, roof: Roof, left: float, right: float) -> None:
     bandwidth, peak = roof.bytes_per_second / 1e9, roof.flops_per_second / 1e9
     bend = [left, roof.balance, right]
     heights = [bandwidth * left, peak, peak]
     axis.loglog(bend, heights, color=INK, lw=1.6, zorder=4)
     axis.fill_between(bend, heights, [peak * 30] * 3, color=INK, alpha=0.06, lw=0, zorder=0)
-    axis.annotate(
-        f"{peak:,.0f} GFLOP/s", (right, peak), (-4, 4), textcoords="offset points", ha="right", color=INK, fontsize=8
-    )
     middle = (left * roof.balance) ** 0.5
-    axis.annotate(
-        f"{bandwidth:.1f} GB/s",
-        (middle, bandwidth * middle),
-        (-6, 4),
-        textcoords="offset points",
-        ha="right",
-        color=INK,
-        fontsize=8,
-    )
-    for name, style in styles.items():
-        line = sorted((row.flop_per_byte, row.gigaflops) for row in measured if row.variant == name)
-        axis.plot([x for x, _ in line], [y for _, y in line], **style)
+    for text, place, shift in (
+        (f"{peak:,.0f} GFLOP/s", (right, peak), (-4, 4)),
+        (f"{bandwidth:.1f} GB/s", (middle, bandwidth * middle), (-6, 4)),
+    ):
+        axis.annotate(text, place, shift, textcoords="offset points", ha="right", color=INK, fontsize=8)
+
+
+def _mark_tokens(axis: Any, rows: list[Row]) -> None:
+    """A line at each number of tokens of one variant."""
     tokens: dict[float, list[str]] = {}
-    for row in measured:
+    for row in rows:
         tokens.setdefault(row.flop_per_byte, []).append(str(row.num_tokens))
     for x, counts in tokens.items():
         axis.axvline(x, color=INK, lw=0.5, alpha=0.12, zorder=1)
@@ -119,12 +140,3 @@ def _panel(axis: Any, rows: list[Row], roof: Roof, styles: dict[str, dict[str, A
             ha="right",
             va="bottom",
         )
-    axis.set_xlim(left, right)
-    axis.set_ylim(min(*ys, bandwidth * left) / 2.5, max(*ys, peak) * 2)
-    axis.set_title(title(rows[0]), fontsize=10, color=INK, loc="left")
-    axis.set_xlabel("FLOP per byte of active weights", fontsize=9, color=INK)
-    axis.set_ylabel("GFLOP/s", fontsize=9, color=INK)
-    axis.grid(True, which="major", color=INK, alpha=0.08)
-    axis.tick_params(labelsize=8, colors=INK)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)

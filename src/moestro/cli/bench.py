@@ -21,6 +21,7 @@ app = typer.Typer(help="Time moestro against its peers, under this machine's mea
 TOKENS = "1,4,16,128,512,2048"
 QUICK_TOKENS = "1,16,128"
 SECONDS = 1.0
+PIPE_WIDTH = 120
 QUICK_SECONDS = 0.1
 
 
@@ -33,7 +34,12 @@ def bench() -> None:
 def layer(
     layers: Annotated[list[str] | None, typer.Option("--layer", help="Named layers, or all. [default: olmoe]")] = None,
     tokens: Annotated[str | None, typer.Option(help=f"Numbers of tokens. [default: {TOKENS}]")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "float32,bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Of x, and of weights that are not quantised: float32, bfloat16, float16.")
+    ] = "float32,bfloat16",
+    formats: Annotated[
+        str, typer.Option(help="Of moestro's weights: dense (of the dtype), or quantised ones: mxfp4, int8, ...")
+    ] = "dense",
     variant: Annotated[
         str, typer.Option(help="moestro's strategies: auto, grouped, blockwise, blockwise-64, selective, all_experts.")
     ] = "auto",
@@ -44,7 +50,7 @@ def layer(
     json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a roofline picture (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Microseconds, GB/s, GFLOP/s, share of the roof, and the ratio to each peer.
+    """Microseconds, GB/s, GFLOP/s, shares of bandwidth and peak, and the ratio to each peer of as many bits.
 
     Lists are separated by commas. Every output is checked against the float32 reference first; where one is wrong its
     ratio is refused and the exit code is 1. Bad arguments end with exit code 2.
@@ -56,13 +62,15 @@ def layer(
     from moestro.bench.plot import roofline
 
     console = Console(stderr=json_path == "-")
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
     try:
         _check_targets(json_path, plot)
         plan = Plan(
             layers=_layers(_split(*(layers or ["olmoe"]))),
             tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
             dtypes=tuple(_dtype(name) for name in _split(dtype)),
-            ours=tuple(ours(strategy) for strategy in _split(variant)),
+            ours=tuple(ours(strategy, format) for format in _split(formats) for strategy in _split(variant)),
             peers=tuple(named_peers(_split(peers))),
             seconds=seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
             device=device,
@@ -147,10 +155,11 @@ def _measure(plan: Plan) -> Report:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from moestro.bench import run
+    from moestro.bench.measure import num_points
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        points = len(plan.layers) * len(plan.dtypes) * len(plan.tokens)
+        points = num_points(plan)
         task = progress.add_task("measuring the roof", total=points)
         started = False
 

@@ -15,6 +15,7 @@ from moestro.cli.refusal import refusals
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "triton")
 PIPE_WIDTH = 160
 MEASURED = ("float32", "bfloat16")
+INTEGERS = ("vnni", "amx-int8")
 
 
 def info(
@@ -42,6 +43,7 @@ def collect(measure: bool) -> dict[str, Any]:
         "machine": described,
         "implementations": _implementations(),
         "roof": _roofs() if measure else None,
+        "peaks": machine.peaks() if measure else None,
     }
 
 
@@ -122,6 +124,10 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
             (name, f"{roof['bytes_per_second'] / 1e9:.1f} GB/s, {roof['flops_per_second'] / 1e9:.0f} GFLOP/s")
             for name, roof in found["roof"].items()
         ]
+        rows["peaks from registers"] = [
+            (name, f"{rate / 1e9:,.0f} {'GOP/s' if name in INTEGERS else 'GFLOP/s'}")
+            for name, rate in found["peaks"].items()
+        ] or [("not measured", "the native engine is not there, or has no loops for this processor")]
     return rows
 
 

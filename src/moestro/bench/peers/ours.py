@@ -1,0 +1,88 @@
+"""moestro as a user gets it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moestro
+from moestro.bench.layers import Layer, LayerSpec, StoredExperts
+from moestro.bench.peers.transformers_experts import bind_module, transformers_module
+from moestro.bench.peers.variant import DENSE, Bind, Call, Numbers, Variant, cost, dense_cost
+from moestro.errors import InvalidInputError, invalid_input
+from moestro.experts import Experts
+from moestro.formats import check_shape, find_format
+from moestro.ops.expert_mlp.tuning import parse_strategy
+from moestro.types import Routing
+
+
+def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
+    """moestro with a strategy, on weights in a format.
+
+    On the layer's own weights ("dense") it is Transformers' own module after `moestro.accelerate(module, strategy)`; on
+    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. The name is "moestro", then the
+    strategy unless it is "auto", then the format unless it is the layer's own.
+
+    Raises:
+        InvalidInputError: no such strategy, or no such format, or a floating-point one, which the layer's dtype is for.
+    """
+    parse_strategy(strategy)
+    name = "-".join(["moestro", *(part for part in (strategy, format) if part not in ("auto", DENSE))])
+    own_cost = dense_cost if strategy == "all_experts" else cost
+    if format == DENSE:
+        return Variant(name, _needs_transformers, partial(_prepare_module, strategy), own_cost)
+    found = find_format(format)
+    format = found.name
+    if found.is_dense:
+        raise invalid_input(
+            "bench layer",
+            got=f"format {format!r}",
+            needs=f"a quantised one, or {DENSE!r} for weights of the layer's dtype",
+            fix="Name floating-point dtypes with --dtype.",
+        )
+    numbers = Numbers(found.name, int(found.bits), found.bits, reference=found.name)
+    return Variant(
+        name, partial(_refuses, format), partial(_prepare_experts, strategy, format), own_cost, numbers=numbers
+    )
+
+
+def _needs_transformers(spec: LayerSpec, dtype: torch.dtype) -> str | None:
+    return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+
+def _refuses(format: str, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+    h, i = spec.hidden_size, spec.intermediate_size
+    try:
+        for rows, columns in ((2 * i, h), (h, i)):
+            check_shape(find_format(format), rows, columns, "bench layer")
+    except InvalidInputError as error:
+        return str(error)
+    return None
+
+
+def _prepare_module(strategy: str, layer: Layer) -> Bind:
+    accelerate: Any = moestro.accelerate
+    return bind_module(layer, accelerate(transformers_module(layer, "eager", k_contiguous(layer)), strategy))
+
+
+def _prepare_experts(strategy: str, format: str, layer: Layer) -> Bind:
+    experts = Experts.from_weights(layer.in_format(format), strategy)
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        return partial(experts.trusted, x, routing)
+
+    return bind
+
+
+def k_contiguous(layer: Layer) -> StoredExperts:
+    """The experts in Transformers' shapes over moestro's tensors: a transposed family as `accelerate` leaves it."""
+    stored = layer.stored
+    gate_up, down = (dense.tensors[0] for dense in (layer.weights.gate_up, layer.weights.down))
+    if layer.spec.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return replace(stored, gate_up=gate_up, down=down)

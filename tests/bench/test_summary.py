@@ -1,0 +1,68 @@
+"""The README's tables from stored results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from source import ROOT
+
+ROW = {"layer": "olmoe", "dtype": "bfloat16", "bits": 4, "num_tokens": 1, "status": "ok", "kind": "peer", "ratio": None}
+
+
+@pytest.fixture(scope="module")
+def summary() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "benchmarks" / "summary.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(folder: Path, name: str, *rows: dict) -> None:
+    (folder / f"{name}.json").write_text(json.dumps({"rows": [{**ROW, **row} for row in rows]}))
+
+
+def ours(name: str, **more: object) -> dict:
+    return {"variant": name, "kind": "moestro", **more}
+
+
+def peer(name: str, mxfp4: float, nvfp4: float, **more: object) -> dict:
+    return {"variant": name, "ratio": mxfp4, "ratios": {"moestro-mxfp4": mxfp4, "moestro-nvfp4": nvfp4}, **more}
+
+
+def test_every_format_against_the_fastest_peer_of_its_bits(summary: ModuleType, tmp_path: Path) -> None:
+    both = (ours("moestro-mxfp4"), ours("moestro-nvfp4"))
+    write(
+        tmp_path,
+        "2026-01-01-a",
+        *both,
+        peer("slow", 3.0, 2.5),
+        peer("fast", 1.5, 1.25),
+        peer("cheat", 0.1, 0.1, status="wrong output"),
+        peer("other bits", 0.2, 0.2, bits=8),
+        peer("other layer", 0.2, 0.2, layer="mixtral"),
+        ours("moestro", bits=16),
+        {"variant": "eager", "bits": 16, "ratio": 2.0},
+    )
+    assert summary.against_best(tmp_path) == {
+        ("olmoe", "mxfp4", "bfloat16"): {1: (1.5, "fast")},
+        ("olmoe", "nvfp4", "bfloat16"): {1: (1.25, "fast")},
+        ("olmoe", "bfloat16", "bfloat16"): {1: (2.0, "eager")},
+    }
+    write(tmp_path, "2026-01-02-a", *both, peer("fast", 1.75, 1.5))  # the latest counts
+    table = summary.formats_table(tmp_path).splitlines()
+    assert table[0] == "| layer | weights | x | T = 1 | T = 16 | T = 128 | T = 512 | T = 2048 |"
+    assert table[2:] == [
+        "| olmoe | bfloat16 | bfloat16 | 2.00x eager |  |  |  |  |",
+        "| olmoe | mxfp4 | bfloat16 | 1.75x fast |  |  |  |  |",
+        "| olmoe | nvfp4 | bfloat16 | 1.50x fast |  |  |  |  |",
+    ]
+
+
+def test_what_moestro_has_no_time_for_has_no_number(summary: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "a", ours("moestro-mxfp4", status="wrong output"), {"variant": "fast", "ratio": None})
+    assert summary.against_best(tmp_path) == {}
