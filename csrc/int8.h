@@ -149,7 +149,8 @@ static __attribute__((noinline)) const uint8_t* copied(const uint8_t* from, int6
 }
 
 // Calls `step(block, r, codes, scales, zeros)` for every block of each of the four rows.
-template <Element E, int Parts, class Step> MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, Step step) {
+template <Element E, int Parts, class Step>
+MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool prefetching, Step step) {
     const int64_t columns = rows.columns;
     Units by[Parts];
     for (int p = 0; p < Parts; ++p) by[p] = units_of(scales.group, p);
@@ -163,7 +164,7 @@ template <Element E, int Parts, class Step> MOESTRO_INLINE void walk_units(const
             const uint8_t* from = rows.data[r] + k / 2;
             alignas(64) uint8_t padded[kUnits / 2];
             if (whole) {
-                if (rows.ahead)
+                if (prefetching && rows.ahead)
                     for (int64_t line = 0; line < kUnits / 2; line += 64) prefetch(from + rows.ahead + line);
             } else {
                 from = copied(from, (columns - k) / 2, padded, kUnits / 2);
@@ -209,7 +210,7 @@ static void few(const FourRows& rows, const Scales& scales, const float* const* 
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
-    walk_units<E, Parts>(rows, scales, [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+    walk_units<E, Parts>(rows, scales, true, [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int t = 0; t < M; ++t) {
             const int8_t* row = bytes[t] + block * kUnits;
@@ -236,7 +237,7 @@ struct Panel {
 };
 
 template <Element E, int Parts> static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
-    walk_units<E, Parts>(rows, scales, [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+    walk_units<E, Parts>(rows, scales, false, [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) store_bytes(panel.codes[r] + block * kUnits + i * kVectorBytes, codes[i]);
 #pragma GCC unroll 2
@@ -316,18 +317,17 @@ template <int M> static void int8_dots(const FourRows& rows, const float* const*
     const int64_t whole = rows.columns / kVectorBytes * kVectorBytes;
     if (whole < rows.columns)
         for (int r = 0; r < kRows; ++r) copied(rows.data[r] + whole, rows.columns - whole, last[r], kVectorBytes);
-    int64_t k = 0, ahead = rows.ahead;
+    int64_t k = 0;
     for (int64_t stop = whole; k < rows.columns; stop += kVectorBytes) {  // the whole vectors, then the last columns
         for (; k < stop; k += kVectorBytes) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-                if (ahead) prefetch(from[r] + k + ahead);
+                if (rows.ahead) prefetch(from[r] + k + rows.ahead);
                 w[r] = int8_codes(load_bytes(from[r] + k));
             }
             add_integers(acc, w, bytes, k, [](I a, I b, I c) __attribute__((always_inline)) { return dot4_int8(a, b, c); });
         }
         for (int r = 0; r < kRows; ++r) from[r] = last[r] - whole;
-        ahead = 0;
     }
     const float own[kRows] = {scales[0][0], scales[1][0], scales[2][0], scales[3][0]};
 #pragma GCC unroll 8
@@ -361,6 +361,20 @@ template <Element E, int Parts> struct MakeTile {
     template <int M> static constexpr Tile of() { return tile<E, Parts, M>; }
 };
 
+// The rows that come next, a share of them before each tile of tokens: all at once they would hold up what is loaded now.
+struct Prefetched {
+    const FourRows& rows;
+    int64_t at = 0, bytes, share;
+
+    Prefetched(const FourRows& asked, int64_t row_bytes, int64_t m, int64_t most)
+        : rows(asked), bytes(asked.ahead ? row_bytes : 0), share(round_up(row_bytes / ((m + most - 1) / most) + 1, 64)) {}
+    MOESTRO_INLINE void some() {
+        const int64_t stop = at + share < bytes ? at + share : bytes;
+        for (; at < stop; at += 64)
+            for (int r = 0; r < kRows; ++r) prefetch(rows.data[r] + at + rows.ahead);
+    }
+};
+
 template <Element E, int Parts>
 static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out, float* scratch) {
     if (m <= kFewTokens) {
@@ -375,8 +389,10 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
     for (int r = 0; r < kRows; ++r) panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (panel.padded + 64);
     decode_units<E, Parts>(rows, scales, panel);
     static constexpr ByTokens<Tile, kUnitTokens, MakeTile<E, Parts>> kTile;
+    Prefetched next(rows, rows.columns / 2, m, kUnitTokens);
     for (int64_t n = 0; m > 0; x += n, out += kRows * n, m -= n) {
         n = next_tile(m, kUnitTokens);
+        next.some();
         kTile.of[n](panel, x, out);
     }
 }
@@ -403,9 +419,14 @@ template <Element E> static void run_rounded(const FourRows& rows, const float* 
     }
     if constexpr (E == Element::i8) {
         static constexpr ByTokens<Int8Dots, kTileTokens, MakeInt8> kDots;
+        if (m <= kTileTokens) return m > 0 ? kDots.of[m](rows, scales.scale, x, out) : void();
+        Prefetched next(rows, rows.columns, m, kTileTokens);
+        FourRows alone = rows;
+        alone.ahead = 0;
         for (int64_t t = 0; m > 0; x += t, out += kRows * t, m -= t) {
             t = next_tile(m, kTileTokens);
-            kDots.of[t](rows, scales.scale, x, out);
+            next.some();
+            kDots.of[t](alone, scales.scale, x, out);
         }
     } else {
         if constexpr (E == Element::u4) {

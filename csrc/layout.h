@@ -8,8 +8,13 @@
 
 #include "engine.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace moestro {
 
+constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kKeptBytes = 8 << 20;  // of its workspace that a thread keeps for its next call
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -23,9 +28,13 @@ public:
         if (bytes > size_) {
             std::free(data_);
             size_ = 0;
-            data_ = std::aligned_alloc(64, static_cast<size_t>(bytes));
+            const bool huge = bytes >= 2 * kHugePage;
+            size_ = huge ? round_up(bytes, kHugePage) : bytes;
+            data_ = std::aligned_alloc(huge ? kHugePage : 64, static_cast<size_t>(size_));
             if (!data_) throw std::bad_alloc();
-            size_ = bytes;
+#if defined(__linux__)
+            if (huge) madvise(data_, static_cast<size_t>(size_), MADV_HUGEPAGE);
+#endif
         }
         return static_cast<float*>(data_);
     }
