@@ -160,12 +160,13 @@ template <Element E, Scaled S> struct Decoder {
     MOESTRO_INLINE void part(int64_t k, int first_row, uint16_t* to) const {
         const Decoder own = *this;  // of which the compiler knows that nothing here writes to it
         const int64_t room = own.p.room;
-        int64_t at[kPanel / kColumns];
-        for (int64_t j = 0; j < kPanel / kColumns; ++j) at[j] = first_row * room + ((k + j * kColumns) >> own.p.shift);
+        const int shift = S == Scaled::exponent ? 5 : own.p.shift;
+        int64_t at = first_row * room + (k >> shift);
         to += first_row * kColumns;
         rows_of_panel(*own.p.rows, k, kPanel / 2, first_row, [&](int r, const uint8_t* bytes) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) _mm512_storeu_si512(to + (2 * kTile * j + r) * kColumns, own.block(bytes, j, at[j] + r * room));
+            for (int j = 0; j < 4; ++j) _mm512_storeu_si512(to + (2 * kTile * j + r) * kColumns, own.block(bytes, j, at + (j * kColumns >> shift)));
+            at += room;
         });
     }
 };
