@@ -147,6 +147,18 @@ constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256
 // Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
 constexpr int64_t tile_scratch_bytes(int64_t columns) { return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64); }
 
+// 32 rows of weights at once, for more than kFewTokens tokens; results are those of RoundedOps, bit by bit.
+struct ManyOps {
+    int64_t (*packed_bytes)(Element weights, int64_t columns, int64_t group_columns, int64_t m);
+    // Rows that round_row made, 16 tokens together as products with many rows take them.
+    void (*pack)(Element weights, int64_t columns, int64_t group_columns, const float* const* x, int64_t m, uint8_t* to);
+    // out[t][i] for eight times four rows. `scratch` has `scratch_floats(columns)`.
+    void (*rows)(const FourRows* eight, const uint8_t* packed, int64_t m, float* out, float* scratch);
+    int64_t (*scratch_floats)(int64_t columns);
+};
+constexpr int kManyRows = 32;
+constexpr int64_t kFewTokens = 4;
+
 // Rows of 8-bit integers, each with one scale (docs/reference/expert_weights.md), and their products with weights that are
 // integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the weights.
 struct RoundedOps {
@@ -156,6 +168,7 @@ struct RoundedOps {
     // As Isa::four_rows; `scratch` has `scratch_floats(columns)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
     int64_t (*scratch_floats)(int64_t columns);
+    const ManyOps* many = nullptr;
 };
 constexpr int64_t kMostRoundedColumns = 1 << 17;  // so many products of two signed bytes cannot leave 32 bits
 

@@ -13,7 +13,7 @@ namespace MOESTRO_ISA {
 
 constexpr int64_t kUnits = 32 * W;      // columns of a block of nibbles
 constexpr int64_t kVectorBytes = 4 * W;
-constexpr int kFewTokens = 4;           // of a tile that decodes its weights in registers
+using moestro::kFewTokens;              // of a tile that decodes its weights in registers
 
 // A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of its
 // units, of every part of every block. Sums stand there times minus what codes are larger by than their values.

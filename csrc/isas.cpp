@@ -3,7 +3,7 @@
 namespace moestro {
 
 #if defined(MOESTRO_AMX)
-extern const Isa kAmx;
+extern const Isa kAmx, kAmxInt8;
 #endif
 #if defined(__x86_64__)
 extern const Isa kAvx512Vnni, kAvx512, kAvx2;
@@ -12,7 +12,7 @@ extern const Isa kPortable;
 
 const Isa* const kIsas[] = {
 #if defined(MOESTRO_AMX)
-    &kAmx,
+    &kAmx, &kAmxInt8,
 #endif
 #if defined(__x86_64__)
     &kAvx512Vnni, &kAvx512, &kAvx2,

@@ -205,8 +205,10 @@ private:
     void take_all() {
         const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
         // What four_rows needs, the sums of a block of tokens, and both halves before the activation.
-        const int64_t panel = std::max(scratch_floats(widest, kTokenBlock), rounded_ ? rounded_->scratch_floats(widest) : 0), sums = 4 * kTokenBlock, half = kTokenBlock * kChunk;
-        float* room = scratch().reserve(std::max(panel + sums + 2 * half, tile_scratch_bytes(widest) / 4));
+        const int64_t panel = round_up(std::max({scratch_floats(widest, kTokenBlock), rounded_ ? rounded_->scratch_floats(widest) : 0,
+                                                 many() ? many()->scratch_floats(widest) : 0}), 16);
+        const int64_t sums = kManyRows * kTokenBlock, half = kTokenBlock * kChunk;
+        float* room = scratch().reserve(std::max(panel + sums + 2 * half + packed_floats(), tile_scratch_bytes(widest) / 4));
         while (true) {
             const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
             if (i >= static_cast<int64_t>(ranges_.size())) return;
@@ -257,43 +259,67 @@ private:
         }
     }
 
-    void multiply(const FourRows& rows, const float* const* x, int64_t m, float* sums, float* panel) const {
-        (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, x, m, sums, panel);
+    const ManyOps* many() const { return rounded_ ? rounded_->many : nullptr; }
+    int64_t packed_floats() const {
+        if (!many()) return 0;
+        const auto bytes = [&](const Projection& p) { return many()->packed_bytes(p.element, p.columns, p.group_columns, kTokenBlock); };
+        return std::max(bytes(call_.gate_up), bytes(call_.down)) / 4;
     }
 
-    void add_bias(const FloatArray& bias, int64_t expert, const int64_t* at, int64_t m, float* sums) const {
+    // Some rows of a projection for some tokens: how many rows at once, and the tokens as these want them.
+    struct Products {
+        const Projection& projection;
+        int64_t expert, rows;
+        const float* const* x;
+        const uint8_t* packed;
+    };
+    Products products(const Projection& p, int64_t expert, const float* const* x, int64_t m, float* sums) const {
+        if (!many() || m <= kFewTokens) return {p, expert, 4, x, nullptr};
+        auto* packed = reinterpret_cast<uint8_t*>(sums + kManyRows * kTokenBlock + 2 * kTokenBlock * kChunk);
+        many()->pack(p.element, p.columns, p.group_columns, x, m, packed);
+        return {p, expert, kManyRows, x, packed};
+    }
+    // sums[t][i] of the rows `at` and m tokens.
+    void multiply(const Products& products, const int64_t* at, int64_t ahead, const FloatArray& bias, int64_t m, float* sums, float* panel) const {
+        FourRows rows[kManyRows / 4];
+        for (int64_t i = 0; i < products.rows; i += 4) rows[i / 4] = rows_of(products.projection, products.expert, at + i, ahead);
+        if (products.packed) many()->rows(rows, products.packed, m, sums, panel);
+        else (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows[0], products.x, m, sums, panel);
+        add_bias(bias, products.expert, at, products.rows, m, sums);
+    }
+
+    void add_bias(const FloatArray& bias, int64_t expert, const int64_t* at, int64_t n, int64_t m, float* sums) const {
         if (!bias.data) return;
-        float values[4];
-        for (int i = 0; i < 4; ++i) {
+        float values[kManyRows];
+        for (int64_t i = 0; i < n; ++i) {
             const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
             const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at[i]) * size;
             isa_.widen(from, bias.dtype, 1, 1.0f, values + i);
         }
         for (int64_t t = 0; t < m; ++t)
-            for (int i = 0; i < 4; ++i) sums[4 * t + i] += values[i];
+            for (int64_t i = 0; i < n; ++i) sums[n * t + i] += values[i];
     }
 
     void gate_up(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
         const Activation& act = call_.activation;
         const int64_t inner = call_.intermediate_size;
-        float *gate = sums + 4 * kTokenBlock, *up = gate + kTokenBlock * kChunk;
-        const float* const* x = tokens_.data() + active.first_row + first;
-        const int64_t step = act.gated ? 2 : 4;
+        float *gate = sums + kManyRows * kTokenBlock, *up = gate + kTokenBlock * kChunk;
+        const Products all = products(call_.gate_up, active.expert, tokens_.data() + active.first_row + first, m, sums);
+        const int64_t step = act.gated ? all.rows / 2 : all.rows;
         for (int64_t c = range.first; c < range.last; c += kChunk) {
             const int64_t stop = std::min(c + kChunk, range.last);
             for (int64_t i = c; i < stop; i += step) {
-                int64_t at[4];
-                for (int64_t j = 0; j < 4; ++j) {
+                int64_t at[kManyRows];
+                for (int64_t j = 0; j < all.rows; ++j) {
                     const int64_t column = std::min(i + j % step, stop - 1), is_up = j / step;
                     at[j] = act.interleaved ? 2 * column + is_up : column + is_up * inner;
                 }
-                multiply(rows_of(call_.gate_up, active.expert, at, act.interleaved ? 4 : step), x, m, sums, panel);
-                add_bias(call_.gate_up_bias, active.expert, at, m, sums);
+                multiply(all, at, act.interleaved ? all.rows : step, call_.gate_up_bias, m, sums, panel);
                 const int64_t n = std::min(step, stop - i);
                 for (int64_t t = 0; t < m; ++t)
                     for (int64_t j = 0; j < n; ++j) {
-                        gate[t * kChunk + i - c + j] = sums[4 * t + j];
-                        if (act.gated) up[t * kChunk + i - c + j] = sums[4 * t + step + j];
+                        gate[t * kChunk + i - c + j] = sums[all.rows * t + j];
+                        if (act.gated) up[t * kChunk + i - c + j] = sums[all.rows * t + step + j];
                     }
             }
             for (int64_t t = 0; t < m; ++t) {
@@ -308,14 +334,14 @@ private:
     void down(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
         const float* h[kTokenBlock];
         for (int64_t t = 0; t < m; ++t) h[t] = h_ + (active.first_row + first + t) * h_stride_;
-        for (int64_t i = range.first; i < range.last; i += 4) {
-            int64_t at[4];
-            for (int64_t j = 0; j < 4; ++j) at[j] = std::min(i + j, range.last - 1);
-            multiply(rows_of(call_.down, active.expert, at, 4), h, m, sums, panel);
-            add_bias(call_.down_bias, active.expert, at, m, sums);
-            const int64_t n = std::min<int64_t>(4, range.last - i);
+        const Products all = products(call_.down, active.expert, h, m, sums);
+        for (int64_t i = range.first; i < range.last; i += all.rows) {
+            int64_t at[kManyRows];
+            for (int64_t j = 0; j < all.rows; ++j) at[j] = std::min(i + j, range.last - 1);
+            multiply(all, at, all.rows, call_.down_bias, m, sums, panel);
+            const int64_t n = std::min(all.rows, range.last - i);
             for (int64_t t = 0; t < m; ++t)
-                for (int64_t j = 0; j < n; ++j) y_[(active.first_row + first + t) * y_stride_ + i + j] = sums[4 * t + j];
+                for (int64_t j = 0; j < n; ++j) y_[(active.first_row + first + t) * y_stride_ + i + j] = sums[all.rows * t + j];
         }
     }
 

@@ -45,12 +45,12 @@ struct Experts {
     std::vector<Bytes> kept;
     std::vector<Matrix> table;
 
-    Experts(Element element, int64_t experts, int64_t rows, int64_t columns, int64_t num_blocks) {
+    Experts(Element element, int64_t experts, int64_t rows, int64_t columns, int64_t num_blocks, bool rounded) {
         Projection& p = projection;
         p.element = element;
         p.scale = element <= Element::bf16 ? Scale::none : static_cast<Scale>(1 + generator() % 5);
         p.rows = rows, p.columns = columns, p.num_blocks = num_blocks;
-        p.group_columns = is_nibble(element) ? among({16, 32, 64}) : among({0, 128});
+        p.group_columns = is_nibble(element) ? among({16, 32, 64}) : rounded ? 0 : among({0, 128});
         p.group_rows = is_nibble(element) ? 1 : among({0, 1, 128});
         p.row_stride = p.row_bytes();
         p.scale_row_stride = p.num_groups() * scale_size(p.scale);
@@ -73,14 +73,15 @@ struct Experts {
 
 // One layer, computed with one thread and then in other ways; whether all gave the same bits.
 bool same_bits(const Isa& isa) {
-    const bool tiled = isa.tiles != nullptr;
-    const auto element = [&] { return static_cast<Element>(tiled ? 2 + generator() % 6 : generator() % 8); };
+    const bool tiled = isa.tiles != nullptr, rounded = isa.rounded && (!isa.four_rows || generator() % 2);
+    const auto element = [&] { return static_cast<Element>(tiled ? 2 + generator() % 6 : rounded ? 4 + generator() % 4 : generator() % 8); };
     const Element first = element(), last = element();
     const int64_t W = isa.lanes;
     const auto width = [&](Element e) {
-        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64}) : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33});
+        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64, 32 * W, 32 * W + 64}) : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33});
     };
     Call call;
+    call.rounded = rounded;
     call.hidden_size = width(first), call.intermediate_size = width(last);
     call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}), call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
     call.activation.kind = static_cast<Kind>(generator() % 8);
@@ -89,8 +90,8 @@ bool same_bits(const Isa& isa) {
     call.weight_on_input = generator() % 2;
     const int64_t halves = call.activation.gated ? 2 : 1;
     Experts gate_up(first, call.num_experts, halves * call.intermediate_size, call.hidden_size,
-                    call.activation.interleaved ? 1 : among({1, halves}));
-    Experts down(last, call.num_experts, call.hidden_size, call.intermediate_size, 1);
+                    call.activation.interleaved ? 1 : among({1, halves}), rounded);
+    Experts down(last, call.num_experts, call.hidden_size, call.intermediate_size, 1, rounded);
     call.gate_up = gate_up.projection, call.down = down.projection;
 
     const auto dtype = tiled ? Element::bf16 : static_cast<Element>(generator() % 3);

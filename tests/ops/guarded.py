@@ -18,7 +18,8 @@ from moestro.formats import PackedTensor
 from moestro.ops import native
 from moestro.types import GPT_OSS_SWIGLU, Routing
 from ops import problems
-from ops.engines import RUNNING, STORED, TILED, run
+from ops.engines import ROUNDING, RUNNING, STORED, TILED, run
+from ops.rounding import INTEGER_FORMATS
 from ops.stored import sizes_for
 from tolerances import bit_equal
 
@@ -66,6 +67,10 @@ def main() -> None:
                 plain.activation,
             )
             routed = Routing(at_the_edge(routing.expert_ids), at_the_edge(routing.routing_weights))
+            if name in INTEGER_FORMATS:
+                for isa in ROUNDING:
+                    edge = run(isa, at_the_edge(x), routed, replace(weights, row_format="int8"))
+                    assert bit_equal(edge, run(isa, x, routing, replace(plain, row_format="int8"))), (isa.name, name)
             for isa in RUNNING + (TILED if name == "bfloat16" and dtype == torch.bfloat16 else []):
                 edge = run(isa, at_the_edge(x), routed, weights)
                 assert bit_equal(edge, run(isa, x, routing, plain)), (isa.name, name)
