@@ -367,6 +367,6 @@ static bool runs_here() {
 
 namespace moestro {
 static const TileOps kTileOps = {MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
-extern const Isa kAmx = {"amx", "AMX-BF16, and a system that lets it be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
+extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16 and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
                          MOESTRO_ISA::four_rows, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr};
 }  // namespace moestro
