@@ -13,8 +13,8 @@ from moestro.bench import LAYERS, PEERS, make_layer, ours
 from moestro.bench.layers import expected_output, inputs
 from moestro.bench.peers import named_peers
 from moestro.bench.peers.transformers_experts import transformers_module
-from moestro.errors import InvalidInputError
-from moestro.tolerances import disagreement
+from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.tolerances import disagreement, relative_error, too_far
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,3 +127,22 @@ def test_names() -> None:
         named_peers(["eager", "vllm"])
     with pytest.raises(InvalidInputError, match="fastest"):
         ours("fastest")
+
+
+def test_rows_as_int8_are_rounded_and_checked(tiny) -> None:
+    layer = make_layer(replace(tiny("olmoe"), hidden_size=256, intermediate_size=128), torch.float32, 6)
+    x, routings = inputs(layer, 5, count=1)
+    with torch.inference_mode():
+        plain, rounded = ours("auto", "mxfp4"), ours("auto", "mxfp4/int8")
+        assert (rounded.numbers.bits, rounded.numbers.products) == (4, "int8")
+        assert rounded.name != plain.name
+        exact = expected_output(layer, x, routings[0], "mxfp4")
+        assert disagreement(plain.prepare(layer)(x, routings[0])(), exact, torch.float32) is None
+        output = rounded.prepare(layer)(x, routings[0])()
+        assert 1e-3 < relative_error(output, exact) < rounded.numbers.bound
+        assert too_far(output, exact, rounded.numbers.bound) is None
+    assert layer.quantized["mxfp4"].row_format == "float"
+    with pytest.raises(UnsupportedError, match="rows as int8"):
+        ours("auto", "fp8-e4m3-b128/int8")
+    with pytest.raises(InvalidInputError, match="rows as 'int3'"):
+        ours("auto", "mxfp4/int3")

@@ -18,7 +18,7 @@ from moestro.errors import InvalidInputError, invalid_input
 from moestro.experts import Experts
 from moestro.formats import check_shape, find_format
 from moestro.ops.expert_mlp.tuning import parse_strategy
-from moestro.tolerances import QUANTISED
+from moestro.tolerances import ROUNDED_ROWS
 from moestro.types import Routing, RowFormat
 from moestro.weights import check_row_format
 
@@ -60,7 +60,7 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     row_format: RowFormat = "float"
     if rows:
         check_row_format("int8", (found,), "bench layer")
-        numbers = replace(numbers, bound=QUANTISED[8], products="int8")
+        numbers = replace(numbers, bound=ROUNDED_ROWS, products="int8")
         row_format = "int8"
     prepare = partial(_prepare_experts, strategy, format, row_format)
     return Variant(name, partial(_refuses, format), prepare, own_cost, numbers=numbers)
