@@ -93,7 +93,7 @@ template <class Each> MOESTRO_INLINE void rows_of_panel(const TileRows& w, int64
     if (left >= kPanel) {
         const uint8_t* const* data = w.data + first;
         // What comes next is fetched in the order of its addresses, and not into the first cache, which has no room for it.
-        const uint8_t* next = w.data[first / kTile * kTile] + w.ahead + (k / kPanel * kTile + first % kTile) * bytes;
+        const uint8_t* next = w.next[first / kTile] + (k / kPanel * kTile + first % kTile) * bytes;
         for (int r = 0; r < kPart; ++r) {
             const uint8_t* p = data[r] + at;
             _mm_prefetch(reinterpret_cast<const char*>(next + r * bytes), _MM_HINT_T1);
@@ -102,9 +102,13 @@ template <class Each> MOESTRO_INLINE void rows_of_panel(const TileRows& w, int64
         }
         return;
     }
+    const int64_t have = left * bytes / kPanel;
+    const auto mask = [&](int64_t from) { return have - from >= 64 ? ~__mmask64{0} : have <= from ? 0 : (__mmask64{1} << (have - from)) - 1; };
+    const __mmask64 low = mask(0), high = mask(64);
     for (int r = 0; r < kPart; ++r) {
-        alignas(64) uint8_t padded[kPanel] = {};
-        std::memcpy(padded, w.data[first + r] + at, static_cast<size_t>(left * bytes / kPanel));
+        alignas(64) uint8_t padded[kPanel];
+        _mm512_store_si512(padded, _mm512_maskz_loadu_epi8(low, w.data[first + r] + at));
+        if (bytes > 64) _mm512_store_si512(padded + 64, _mm512_maskz_loadu_epi8(high, w.data[first + r] + at + 64));
         each(r, padded);
     }
 }
@@ -156,12 +160,13 @@ template <Element E, Scaled S> struct Decoder {
     MOESTRO_INLINE void part(int64_t k, int first_row, uint16_t* to) const {
         const Decoder own = *this;  // of which the compiler knows that nothing here writes to it
         const int64_t room = own.p.room;
-        int64_t at[kPanel / kColumns];
-        for (int64_t j = 0; j < kPanel / kColumns; ++j) at[j] = first_row * room + ((k + j * kColumns) >> own.p.shift);
+        const int shift = S == Scaled::exponent ? 5 : own.p.shift;
+        int64_t at = first_row * room + (k >> shift);
         to += first_row * kColumns;
         rows_of_panel(*own.p.rows, k, kPanel / 2, first_row, [&](int r, const uint8_t* bytes) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) _mm512_storeu_si512(to + (2 * kTile * j + r) * kColumns, own.block(bytes, j, at[j] + r * room));
+            for (int j = 0; j < 4; ++j) _mm512_storeu_si512(to + (2 * kTile * j + r) * kColumns, own.block(bytes, j, at + (j * kColumns >> shift)));
+            at += room;
         });
     }
 };

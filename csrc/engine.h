@@ -125,6 +125,7 @@ struct TileRows {
     int width = 16;        // tokens of a tile
     bool out_nibbles = false;  // whether h will meet nibbles
     const uint8_t *data[32], *scales[32], *zeros[32];
+    const uint8_t* next[2];  // memory of the rows that will be read soon
     float global_scale[32];
 };
 

@@ -46,6 +46,9 @@ inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64
         found.count[i] = count[i];
     }
     if (p.scale == Scale::none) return found;
+    // Two rows that alternate lie in one place.
+    found.next[0] = found.first[0] + found.ahead;
+    found.next[1] = apart == 1 ? found.next[0] + 16 * p.row_stride : found.first[1] + found.ahead;
     for (int i = 0; i < 32; i += 4) {
         const int half = i / 16, last = std::max(count[half], 1) - 1;
         int64_t four[4];

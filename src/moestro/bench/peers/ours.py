@@ -18,15 +18,21 @@ from moestro.errors import InvalidInputError, invalid_input
 from moestro.experts import Experts
 from moestro.formats import check_shape, find_format
 from moestro.ops.expert_mlp.tuning import parse_strategy
-from moestro.types import Routing
+from moestro.tolerances import QUANTISED
+from moestro.types import Routing, RowFormat
+from moestro.weights import check_row_format
+
+ROWS = "/"
+"""Between the format of weights and that of rows."""
 
 
 def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     """moestro with a strategy, on weights in a format.
 
     On the layer's own weights ("dense") it is Transformers' own module after `moestro.accelerate(module, strategy)`; on
-    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. The name is "moestro", then the
-    strategy unless it is "auto", then the format unless it is the layer's own.
+    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. "mxfp4/int8" is mxfp4 whose rows of
+    tokens are rounded to int8. The name is "moestro", then the strategy unless it is "auto", then the format unless it
+    is the layer's own.
 
     Raises:
         InvalidInputError: no such strategy, or no such format, or a floating-point one, which the layer's dtype is for.
@@ -36,8 +42,13 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     own_cost = dense_cost if strategy == "all_experts" else cost
     if format == DENSE:
         return Variant(name, _needs_transformers, partial(_prepare_module, strategy), own_cost)
+    format, _, rows = format.partition(ROWS)
     found = find_format(format)
     format = found.name
+    if rows not in ("", "int8"):
+        raise invalid_input(
+            "bench layer", got=f"rows as {rows!r}", needs="int8, or nothing", fix=f'Write "{format}{ROWS}int8".'
+        )
     if found.is_dense:
         raise invalid_input(
             "bench layer",
@@ -46,9 +57,13 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
             fix="Name floating-point dtypes with --dtype.",
         )
     numbers = Numbers(found.name, int(found.bits), found.bits, reference=found.name)
-    return Variant(
-        name, partial(_refuses, format), partial(_prepare_experts, strategy, format), own_cost, numbers=numbers
-    )
+    row_format: RowFormat = "float"
+    if rows:
+        check_row_format("int8", (found,), "bench layer")
+        numbers = replace(numbers, bound=QUANTISED[8], products="int8")
+        row_format = "int8"
+    prepare = partial(_prepare_experts, strategy, format, row_format)
+    return Variant(name, partial(_refuses, format), prepare, own_cost, numbers=numbers)
 
 
 def _needs_transformers(spec: LayerSpec, dtype: torch.dtype) -> str | None:
@@ -70,8 +85,8 @@ def _prepare_module(strategy: str, layer: Layer) -> Bind:
     return bind_module(layer, accelerate(transformers_module(layer, "eager", k_contiguous(layer)), strategy))
 
 
-def _prepare_experts(strategy: str, format: str, layer: Layer) -> Bind:
-    experts = Experts.from_weights(layer.in_format(format), strategy)
+def _prepare_experts(strategy: str, format: str, row_format: RowFormat, layer: Layer) -> Bind:
+    experts = Experts.from_weights(replace(layer.in_format(format), row_format=row_format), strategy)
 
     def bind(x: Tensor, routing: Routing) -> Call:
         return partial(experts.trusted, x, routing)
