@@ -351,7 +351,8 @@ static bool allowed() {
 #endif
 }
 
-static bool runs_here() {
+// A virtual machine is left and entered again for cpuid, which takes microseconds: once.
+static bool found() {
     __builtin_cpu_init();
     const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -359,7 +360,10 @@ static bool runs_here() {
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    static const bool runs = vectors && amx && allowed();
+    return vectors && amx && allowed();
+}
+static bool runs_here() {
+    static const bool runs = found();
     return runs;
 }
 

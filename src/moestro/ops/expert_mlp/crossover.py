@@ -25,7 +25,12 @@ def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str
         return None
     rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
     formats = (weights.gate_up.format, weights.down.format)
-    stored = {x.dtype, *(form.storage for form in formats)}
+    many = _many(isa, x, rows, weights) if rows > min(tuning.BFLOAT16_ROWS, tuning.WIDE_ROWS) else None
+    return many or (_few(rows, formats) if isa.multiplies_bfloat16 else None)
+
+
+def _many(isa: Isa, x: Tensor, rows: float, weights: ExpertWeights) -> str | None:
+    stored = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage}
     if (
         stored == {torch.bfloat16}
         and not isa.multiplies_bfloat16
@@ -42,7 +47,7 @@ def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str
             f"PyTorch's matmuls are faster from {tuning.WIDE_ROWS} rows an expert on ({rows:.0f} here) where it has "
             f"more than {tuning.WIDE_COLUMNS} columns ({columns}); {_ANYWAY}"
         )
-    return _few(rows, formats) if isa.multiplies_bfloat16 else None
+    return None
 
 
 def _few(rows: float, formats: tuple[WeightFormat, ...]) -> str | None:
