@@ -174,6 +174,11 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     const auto fits = [&](const Projection& p) { return is_bf16(p) || p.element > Element::bf16; };
     need((call.x.dtype == Element::bf16 && fits(call.gate_up) && fits(call.down)) || !kIsas[isa]->tiles,
          "an instruction set that multiplies bfloat16 only, and something else");
+    const auto fills_tiles = [](const Projection& p) {
+        const bool scaled_apart = p.element == Element::i4 || p.element == Element::u4 || p.element == Element::e4m3;
+        return !scaled_apart || p.group_columns % 32 == 0;
+    };
+    need((fills_tiles(call.gate_up) && fills_tiles(call.down)) || !kIsas[isa]->tiles, "groups that do not fill tiles");
     const int64_t most_blocks = a.gated && !a.interleaved ? 2 : 1;
     const bool whole_tiles = (call.gate_up.num_blocks <= most_blocks || !is_bf16(call.gate_up)) && (call.down.num_blocks == 1 || !is_bf16(call.down));
     need(whole_tiles || !kIsas[isa]->tiles, "matrices that end inside a tile");
@@ -223,6 +228,7 @@ nb::list isas() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // descriptions are remembered until the process ends
     nb::class_<Stored>(m, "Stored");
     m.def("stacked", &stacked, nb::rv_policy::take_ownership);
     m.def("use_table", &use_table);

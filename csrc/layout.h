@@ -26,12 +26,12 @@ public:
     float* reserve(int64_t floats) {
         const int64_t bytes = round_up(floats * 4, 64) + 64;
         if (bytes > size_) {
-            std::free(data_);
-            size_ = 0;
+            free();
             const bool huge = bytes >= 2 * kHugePage;
-            size_ = huge ? round_up(bytes, kHugePage) : bytes;
-            data_ = std::aligned_alloc(huge ? kHugePage : 64, static_cast<size_t>(size_));
+            const int64_t wanted = huge ? round_up(bytes, kHugePage) : bytes;
+            data_ = std::aligned_alloc(huge ? kHugePage : 64, static_cast<size_t>(wanted));
             if (!data_) throw std::bad_alloc();
+            size_ = wanted;
 #if defined(__linux__)
             if (huge) madvise(data_, static_cast<size_t>(size_), MADV_HUGEPAGE);
 #endif
@@ -39,13 +39,15 @@ public:
         return static_cast<float*>(data_);
     }
     void trim() {
-        if (size_ <= kKeptBytes) return;
+        if (size_ > kKeptBytes) free();
+    }
+
+private:
+    void free() {
         std::free(data_);
         data_ = nullptr;
         size_ = 0;
     }
-
-private:
     void* data_ = nullptr;
     int64_t size_ = 0;
 };

@@ -146,8 +146,10 @@ private:
 
 void project(const Isa& isa, const ProjectionCall& call) {
     const int64_t most = std::max<int64_t>(kWorkspaceBytes / (4 * (call.weights.columns + 256)) / 16 * 16, 16);
+    const struct Release {
+        ~Release() { Project::release(); }
+    } release;
     for (int64_t t = 0; t < call.num_tokens; t += most) Project(isa, call, t, std::min(most, call.num_tokens - t)).run();
-    Project::release();
 }
 
 }  // namespace moestro

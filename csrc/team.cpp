@@ -1,6 +1,8 @@
 #include "team.h"
 
 #include <atomic>
+#include <exception>
+#include <mutex>
 #include <thread>
 
 #if defined(_OPENMP)
@@ -26,8 +28,19 @@ struct WatchForks {
 void run_here(int num_threads, const std::function<void(int, int)>& work) {
 #if defined(_OPENMP)
     if (num_threads > 1 && !omp_in_parallel()) {
+        // No exception may leave a thread of the team.
+        std::exception_ptr failure;
+        std::mutex mutex;
 #pragma omp parallel num_threads(num_threads)
-        work(omp_get_thread_num(), omp_get_num_threads());
+        {
+            try {
+                work(omp_get_thread_num(), omp_get_num_threads());
+            } catch (...) {
+                const std::lock_guard<std::mutex> lock(mutex);
+                failure = std::current_exception();
+            }
+        }
+        if (failure) std::rethrow_exception(failure);
         return;
     }
 #endif
@@ -39,7 +52,15 @@ void run_here(int num_threads, const std::function<void(int, int)>& work) {
 
 void run_team(int num_threads, const std::function<void(int, int)>& work) {
     if (num_threads > 1 && forked.load()) {
-        std::thread([&] { run_here(num_threads, work); }).join();  // whose own team is new
+        std::exception_ptr failure;
+        std::thread([&] {  // whose own team is new
+            try {
+                run_here(num_threads, work);
+            } catch (...) {
+                failure = std::current_exception();
+            }
+        }).join();
+        if (failure) std::rethrow_exception(failure);
         return;
     }
     run_here(num_threads, work);

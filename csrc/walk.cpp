@@ -421,11 +421,13 @@ void expert_mlp(const Isa& isa, const Call& call) {
     const int64_t h_floats = call.intermediate_size * (call.rounded ? 2 : 1) + 96;
     const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * (call.hidden_size + 128));
     const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
+    const struct Release {
+        ~Release() { Walk::release(); }
+    } release;
     for (int64_t t = 0; t < call.num_tokens; t += most) {
         Walk walk(isa, call, t, std::min(most, call.num_tokens - t));
         walk.run();
     }
-    Walk::release();
 }
 
 }  // namespace moestro

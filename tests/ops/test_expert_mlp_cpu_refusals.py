@@ -231,3 +231,21 @@ def test_long_rows_and_many_tokens_are_left_to_torch(dtype):
     assert not any("faster from 48 rows" in reason for reason in reasons(48))
     with moestro.use(implementation="cpu-portable"):
         assert reasons(49)[-1] == ""
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_parameters_that_came_to_hold_another_dtype_are_left_to_torch(split):
+    """`Module.to(dtype)` exchanges what a parameter holds under a value that was made of it before."""
+    gate_up, down = (torch.nn.Parameter(torch.randn(2, n, k), requires_grad=False) for n, k in ((128, 32), (32, 64)))
+    weights = ExpertWeights.from_dense(gate_up, down)
+    if split:
+        weights = apart(weights)
+    x, routing = torch.randn(3, 32), Routing(torch.tensor([[0], [1], [0]]), torch.ones(3, 1))
+    before = moestro.expert_mlp(x, routing, weights)
+    for stored in (weights.gate_up, weights.down):
+        for t in stored.tensors:
+            t.data = t.data.bfloat16()
+    after = moestro.expert_mlp(x, routing, weights)
+    assert (after - before).norm() < 0.02 * before.norm()
+    chosen = moestro.explain(moestro.expert_mlp, x, routing, weights)
+    assert not chosen.chosen.startswith("cpu-")

@@ -241,3 +241,38 @@ def test_reasons(monkeypatch):
         "the native engine is not there (No module named 'moestro._native'): "
         "install a C++17 compiler and then moestro again"
     )
+
+
+STARVED = """
+import resource, torch
+from moestro import ExpertWeights, Routing
+from moestro.ops.expert_mlp import expert_mlp
+
+torch.set_num_threads({threads})
+weights = ExpertWeights.from_dense(torch.randn(4, 64, 64), torch.randn(4, 64, 32))
+x = torch.randn(60000, 64)
+routing = Routing(torch.arange(60000)[:, None].expand(-1, 2).remainder(4).contiguous(), torch.ones(60000, 2))
+few = Routing(routing.expert_ids[:4], routing.routing_weights[:4])
+first = expert_mlp(x[:4], few, weights)
+expected = expert_mlp(x, routing, weights)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (30 << 20), -1))
+for _ in range(2):
+    try:
+        expert_mlp(x, routing, weights)
+        print("enough")
+    except (MemoryError, RuntimeError):
+        print("too little")
+assert torch.equal(expert_mlp(x[:4], few, weights), first)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+assert torch.equal(expert_mlp(x, routing, weights), expected)
+print("well")
+"""
+
+
+@needs_engine
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of memory are Linux's")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_that_is_not_there_is_an_error_and_no_more(threads):
+    said = output("-c", STARVED.format(threads=threads)).split("\n")
+    assert said[:3] == ["too little", "too little", "well"]

@@ -13,13 +13,14 @@ _SERVED = (torch.bfloat16, torch.float16)
 class Projection(nn.Linear):
     """An `nn.Linear` whose forward is `moestro.ops.projection` where no gradient is asked for.
 
-    Parameters, hooks and state dict are those of the module it was made from. In a traced graph it is PyTorch's own
-    linear, which the compiler knows.
+    Parameters, hooks and state dict are those of the module it was made from. Under autocast and in graphs of
+    torch.compile and torch.export it is PyTorch's own linear.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if torch.compiler.is_compiling() or input.dtype != weight.dtype or input.shape[-1] != weight.shape[1]:
+        fits = input.dtype == weight.dtype and input.shape[-1] == weight.shape[1]
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type) or not fits:
             return super().forward(input)
         return of_rows(input, weight, bias)
 

@@ -130,6 +130,11 @@ class Stored:
     mapped: bool = field(default=False)
 
 
+def _outside(weights: ExpertWeights) -> tuple[Any, ...]:
+    """What is not stored with the experts."""
+    return weights.gate_up_bias, weights.down_bias, weights.output_norm
+
+
 class ExpertStore(nn.Module):
     """Keeps one layer's stored experts: moves with the model, and appears in its state dict as in the checkpoint.
 
@@ -186,8 +191,9 @@ class ExpertStore(nn.Module):
         projections = self.stored.projections
         biases = [getattr(holder, f"{projection.name}_bias", None) for projection in projections.both]
         known = self._weights
-        if known is None or known.gate_up_bias is not biases[0] or known.down_bias is not biases[1]:
-            norm = getattr(holder, "post_expert_norm", None)
+        norm = getattr(holder, "post_expert_norm", None)
+        now = (*biases, norm)
+        if known is None or any(a is not b for a, b in zip(now, _outside(known), strict=True)):
             stored = (self.gate_up, self.down, biases[0], biases[1])
             known = ExpertWeights(*stored, projections.activation, norm, self.row_format)
             self._weights = known

@@ -50,13 +50,13 @@ class _Stack(Description):
     def __init__(self, stored: PackedTensor) -> None:
         super().__init__(stored)
         tensors = stored.tensors if self.is_ordinary else ()
-        self._places = [(t, t.data_ptr(), t.stride(), t.shape) for t in tensors]
+        self._places = [(t, t.data_ptr(), t.stride(), t.shape, t.dtype) for t in tensors]
         if self.reason is None and self.is_ordinary:
             self.handle = _stack(stored, stored.shape[-2], stored.format)
 
     def stands(self, used: Collection[int]) -> bool:
-        for t, address, strides, shape in self._places:
-            if t.data_ptr() != address or t.stride() != strides or t.shape != shape:
+        for t, address, strides, shape, dtype in self._places:
+            if t.data_ptr() != address or t.stride() != strides or t.shape != shape or t.dtype is not dtype:
                 return False
         return True
 
@@ -103,6 +103,11 @@ def _reason(stored: StoredExperts) -> str | None:
     form = stored.format
     if form.element not in _ELEMENTS or formats.FORMATS.get(form.name) != form:
         return f"it does not read {form.name}, in which {{name}} is stored"
+    matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
+    if any(
+        m.data.dtype != form.storage for m in matrices
+    ):  # `.data =` and Module.to(dtype) exchange what a parameter holds
+        return f"{{name}} is described as {form.name} and has come to hold numbers of another dtype"
     if isinstance(stored, SplitTensor):
         return _no_matrices(stored)
     for t in (stored.data, stored.scales, stored.zeros):
