@@ -49,6 +49,14 @@ INT4_ROWS = 0.45
 """As `QUANTISED`, for int4 with one scale a row, which costs 0.25 to 0.31."""
 
 
+WHOLE_MODEL = 0.5
+"""How far the logits of one engine may be from another's, in relative L2 norm, on the same weights of a whole model.
+
+Roundings add up over layers, and on random weights they turn single choices of experts; logits of another computation
+(halves swapped, a layer misread) are 1 to 1.5 off.
+"""
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """L2 norm of actual - expected over that of expected."""
     a, e = actual.detach().double(), expected.detach().double()
