@@ -180,7 +180,7 @@ def take_turn(job: Job) -> tuple[Turn | None, str | None]:
     command = [sys.executable, str(Path(__file__).parent / "engines.py"), json.dumps(asdict(job))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines()
+        said = [] if done.returncode < 0 else done.stderr.strip().splitlines()  # below 0: killed by a signal
         return None, said[-1] if said else f"exit code {done.returncode}"
     return Turn(**json.loads(done.stdout.splitlines()[-1])), None
 
@@ -262,6 +262,7 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
     """The whole result in Markdown."""
     model, job = about["model"], about["job"]
     rounds = f"{job['repeats']} runs in each of {job['rounds']} rounds after one that is not counted"
+    tokens = f"{job['prompt_tokens']} tokens of prompt, {job['new_tokens']} new ones"
     return "\n".join(
         [
             f"# End to end, {model['kind']}, {about['date']}",
@@ -269,7 +270,7 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
             f"- machine: {machine_line(about['machine'])}",
             f"- bandwidth, the best of the probes between rounds: {about['bandwidth'] / 1e9:.1f} GB/s",
             f"- versions: {', '.join(f'{k} {v}' for k, v in about['versions'].items())}",
-            f"- {job['prompt_tokens']} tokens of prompt, {job['new_tokens']} new ones; {rounds}; {job['threads']} threads",
+            f"- {tokens}; {rounds}; {job['threads']} threads",
             f"- command: `{about['command']}`",
             "",
             *_LEGEND,
@@ -282,11 +283,11 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
 
 _LEGEND = (
     "Engines take turns, each in a process of its own, in reversed order on odd rounds. Tokens/s are those after the",
-    "first one: the median of the runs, and in brackets its quartiles. GB a token are the weights that one token reads,",
-    "as the engine holds them (the experts it is routed to, and everything else but the embedding's other rows); the",
-    "floor is what the measured bandwidth allows for them. Logits are compared after the prompt with those of the first",
-    "engine, in relative L2 norm, and tokens until the first that differs: on random weights the likeliest tokens lie",
-    "close together, and roundings decide between them.",
+    "first one: the median of the runs, and in brackets its quartiles. GB a token are the weights that one token reads",
+    "as the engine holds them: the experts it is routed to, and everything else but the embedding's other rows. The",
+    "floor is what the measured bandwidth allows for them. Logits are those after the prompt, against the first",
+    "engine's, in relative L2 norm; tokens are counted until the first that differs. On random weights the likeliest",
+    "tokens lie close together, and roundings decide between them.",
 )
 
 

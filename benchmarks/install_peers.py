@@ -89,17 +89,8 @@ def python(folder: Path, scratch: Path) -> dict[str, str]:
 
 def llama(folder: Path, scratch: Path) -> dict[str, str]:
     """llama.cpp as `pip install llama-cpp-python` builds it, and what writes GGUF files; for whole models."""
-    pip(
-        "install",
-        "--no-deps",
-        "--upgrade",
-        "--no-binary",
-        "llama-cpp-python",
-        "--target",
-        str(folder),
-        LLAMA,
-        *LLAMA_NEEDS,
-    )
+    options = ("--no-deps", "--upgrade", "--no-binary", "llama-cpp-python", "--target", str(folder))
+    pip("install", *options, LLAMA, *LLAMA_NEEDS)
     return {"llama-cpp-python": LLAMA.partition("==")[2], "gguf": LLAMA_NEEDS[0].partition("==")[2]}
 
 
