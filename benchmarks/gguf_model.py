@@ -10,6 +10,7 @@ written. Norms, biases, sinks and routers are float32, as llama.cpp's own conver
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ ARCHITECTURES = {"gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}
 """Those whose conversion is written here: `model_type` of Transformers -> the name in GGUF."""
 
 EXPERT_TYPES = ("mxfp4", "q4_0", "q8_0", "bf16", "f32")
+DENSE = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 REST_TYPES = ("bf16", "f16", "q8_0", "f32")
 
 
@@ -188,9 +190,7 @@ def _experts(gguf: Any, source: ExpertSource, interleaved: bool, storage: Storag
 
         def pieces(chosen: slice = chosen) -> Iterator[np.ndarray[Any, Any]]:
             for expert in range(e):
-                whole = np.concatenate(
-                    [encode(gguf, m, storage.experts) for m in source.stored.blocks(expert)], dtype=None
-                )
+                whole = np.concatenate([encode(gguf, m, storage.experts) for m in source.stored.blocks(expert)])
                 yield np.ascontiguousarray(whole[chosen])
 
         shape = (e, n // len(rows), k)
@@ -203,15 +203,24 @@ def layer_of(name: str) -> int:
 
 
 def encode(gguf: Any, rows: Tensor | PackedTensor, kind: str) -> np.ndarray[Any, Any]:
-    """Rows [N, K] in a type of ggml: an array [N, ...] of its bytes or numbers."""
+    """Rows [N, K], or a vector, in a type of ggml: an array [N, ...] of its bytes or numbers; ggml itself quantises."""
     if kind == "mxfp4":
         packed = rows if isinstance(rows, PackedTensor) else quantize(rows, "mxfp4")
         if packed.format != FORMATS["mxfp4"]:
             packed = quantize(dequantize(packed), "mxfp4")
         return mxfp4_blocks(packed).numpy()
-    numbers = dequantize(rows) if isinstance(rows, PackedTensor) else rows.float()
-    found: np.ndarray[Any, Any] = gguf.quantize(numbers.numpy(), gguf.GGMLQuantizationType[kind.upper()])
-    return found
+    numbers = dequantize(rows) if isinstance(rows, PackedTensor) else rows
+    if kind in DENSE:
+        return numbers.to(DENSE[kind]).contiguous().view(torch.uint8).numpy()
+    ggml = ctypes.CDLL(str(place.path("llama/llama_cpp/lib/libggml-base.so")))
+    type_ = gguf.GGMLQuantizationType[kind.upper()]
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[type_]
+    n, k = numbers.shape
+    wide, out = numbers.float().contiguous(), np.empty((n, k // per_block * block_bytes), dtype=np.uint8)
+    source, target = ctypes.c_void_p(wide.data_ptr()), ctypes.c_void_p(out.ctypes.data)
+    shape = (ctypes.c_int64(0), ctypes.c_int64(n), ctypes.c_int64(k))
+    ggml.ggml_quantize_chunk(ctypes.c_int(type_), source, target, *shape, None)
+    return out
 
 
 def mxfp4_blocks(packed: PackedTensor) -> Tensor:

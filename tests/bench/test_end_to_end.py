@@ -119,7 +119,7 @@ def turn(seconds: float, ids: list[int]) -> Turn:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> tuple[list, list[str], float]:
     """Four engines over three rounds: one of half the speed, one that fails at once, one with other logits."""
     rows = [end_to_end.Row(name, "mxfp4", "bfloat16", 2e9) for name in ("a", "slow", "broken", "wrong")]
-    logits = {"a": [1.0, 2.0], "slow": [1.0, 2.1], "wrong": [-1.0, 2.0]}
+    logits = {"a": [1.0, 2.0], "slow": [1.0, 2.1], "wrong": [-1.0, -2.0]}
     jobs = {row.engine: Job(row.engine, "", IDS, 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
     asked: list[str] = []
 
