@@ -93,11 +93,14 @@ template <class Each> MOESTRO_INLINE void rows_of_panel(const TileRows& w, int64
     if (left >= kPanel) {
         const uint8_t* const* data = w.data + first;
         // What comes next is fetched in the order of its addresses, and not into the first cache, which has no room for it.
-        const uint8_t* next = w.next[first / kTile] + (k / kPanel * kTile + first % kTile) * bytes;
+        const uint8_t* next = w.next[first / kTile];
+        if (next) next += (k / kPanel * kTile + first % kTile) * bytes;
         for (int r = 0; r < kPart; ++r) {
             const uint8_t* p = data[r] + at;
-            _mm_prefetch(reinterpret_cast<const char*>(next + r * bytes), _MM_HINT_T1);
-            if (bytes > 64) _mm_prefetch(reinterpret_cast<const char*>(next + r * bytes + 64), _MM_HINT_T1);
+            if (next) {
+                _mm_prefetch(reinterpret_cast<const char*>(next + r * bytes), _MM_HINT_T1);
+                if (bytes > 64) _mm_prefetch(reinterpret_cast<const char*>(next + r * bytes + 64), _MM_HINT_T1);
+            }
             each(r, p);
         }
         return;

@@ -123,7 +123,7 @@ FloatArray float_array(const std::tuple<uint64_t, int, int64_t>& a) {
 
 using Array = std::tuple<uint64_t, int, int64_t>;               // address, dtype, stride in elements
 using RoutingArgs = std::tuple<uint64_t, bool, uint64_t, bool>;  // ids, whether 64 bit, weights, whether on the input
-using StrategyArgs = std::tuple<bool, int64_t>;  // whether all experts, token block
+using StrategyArgs = std::tuple<bool, int64_t, bool>;  // whether all experts, token block, whether a token's bits are always the same
 using ActivationArgs = std::tuple<int, bool, bool, bool, float, float, float>;
 
 template <class Id> void check_ids(const Call& call, const Stored& gate_up, const Stored& down) {
@@ -160,7 +160,7 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     a.interleaved = a.interleaved && a.gated;  // there is nothing to alternate with
     call.out = reinterpret_cast<void*>(std::get<0>(out));
     call.out_dtype = float_type(std::get<1>(out));
-    std::tie(call.all_experts, call.token_block) = strategy;
+    std::tie(call.all_experts, call.token_block, call.same_bits) = strategy;
     call.num_threads = num_threads;
     call.rounded = rounded;
     need(rounded ? kIsas[isa]->rounded != nullptr : kIsas[isa]->four_rows != nullptr, "rows that this instruction set does not multiply");

@@ -62,6 +62,13 @@ struct Projection {
             m.global_scale = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(m.global_scale) + expert * step[3]);
         return m;
     }
+    // The matrix that holds a row, which is then counted from its first.
+    Matrix matrix_of(int64_t expert, int64_t& row) const {
+        if (num_blocks == 1) return matrix(expert, 0);
+        const int64_t block_rows = rows / num_blocks, most = num_blocks - 1, block = row / block_rows < most ? row / block_rows : most;
+        row -= block * block_rows;
+        return matrix(expert, block);
+    }
 };
 
 struct Activation {
@@ -85,6 +92,7 @@ struct Call {
     Element out_dtype = Element::f32;
     bool rounded = false;      // rows are rounded to 8 bits before each product
     bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
+    bool same_bits = false;    // a token's bits do not depend on how many there are
     int64_t token_block = 96;  // token rows that meet a range of weights before the next ones
     int num_threads = 1;
 };
@@ -108,7 +116,8 @@ struct FourRows {
     const uint8_t* scales[4];
     const uint8_t* zeros[4];
     float global_scale[4];
-    int64_t ahead = 0;  // bytes from a row to one that will be read soon
+    const uint8_t* next[4];  // rows of as many columns that will be read soon; the first is null without
+    bool scale_sums = false;      // of few tokens: faster, and other bits than with many
 };
 
 // Two times up to 16 rows of weights: of bfloat16 each with its own distance between rows, in bytes; packed ones one by one,
@@ -120,18 +129,20 @@ struct TileRows {
     int64_t stride[2];
     int count[2];
     int64_t columns = 0, group_columns = 0;  // group_columns 0: one scale for all columns
-    int64_t ahead = 0;     // bytes from a row to one that will be read soon
     int64_t out_step = 0;  // words from one tile of h to the next
     int width = 16;        // tokens of a tile
     bool out_nibbles = false;  // whether h will meet nibbles
     const uint8_t *data[32], *scales[32], *zeros[32];
-    const uint8_t* next[2];  // memory of the rows that will be read soon
+    const uint8_t* next[2] = {};  // rows that will be read soon, or null
+    int64_t next_stride[2];
     float global_scale[32];
 };
 
 // An instruction set that multiplies tiles: up to 16 tokens stand together, their columns in pairs, as the words
 // [block of 32 columns][pair][token]. Columns that meet nibbles are in the order of amx_panels.h.
 struct TileOps {
+    // Rows of tokens that an expert must have for tiles to be faster than what the set has for rows.
+    int64_t (*fewest_rows)(const Projection& weights);
     void (*begin)();  // on each thread, before products and after them
     void (*end)();
     // `rows` are 16 tokens of bfloat16, null for none; from `width` on there are none.

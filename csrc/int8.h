@@ -164,8 +164,8 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
             const uint8_t* from = rows.data[r] + k / 2;
             alignas(64) uint8_t padded[kUnits / 2];
             if (whole) {
-                if (prefetching && rows.ahead)
-                    for (int64_t line = 0; line < kUnits / 2; line += 64) prefetch(from + rows.ahead + line);
+                if (prefetching && rows.next[0])
+                    for (int64_t line = 0; line < kUnits / 2; line += 64) prefetch(rows.next[r] + k / 2 + line);
             } else {
                 from = copied(from, (columns - k) / 2, padded, kUnits / 2);
             }
@@ -322,7 +322,7 @@ template <int M> static void int8_dots(const FourRows& rows, const float* const*
         for (; k < stop; k += kVectorBytes) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-                if (rows.ahead) prefetch(from[r] + k + rows.ahead);
+                if (rows.next[0]) prefetch(rows.next[r] + k);
                 w[r] = int8_codes(load_bytes(from[r] + k));
             }
             add_integers(acc, w, bytes, k, [](I a, I b, I c) __attribute__((always_inline)) { return dot4_int8(a, b, c); });
@@ -367,11 +367,11 @@ struct Prefetched {
     int64_t at = 0, bytes, share;
 
     Prefetched(const FourRows& asked, int64_t row_bytes, int64_t m, int64_t most)
-        : rows(asked), bytes(asked.ahead ? row_bytes : 0), share(round_up(row_bytes / ((m + most - 1) / most) + 1, 64)) {}
+        : rows(asked), bytes(asked.next[0] ? row_bytes : 0), share(round_up(row_bytes / ((m + most - 1) / most) + 1, 64)) {}
     MOESTRO_INLINE void some() {
         const int64_t stop = at + share < bytes ? at + share : bytes;
         for (; at < stop; at += 64)
-            for (int r = 0; r < kRows; ++r) prefetch(rows.data[r] + at + rows.ahead);
+            for (int r = 0; r < kRows; ++r) prefetch(rows.next[r] + at);
     }
 };
 
@@ -397,16 +397,6 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
     }
 }
 
-static void read_unit_scales(Scale type, const uint8_t* from, int64_t n, float factor, float* to, int64_t room) {
-    int64_t done = 0;
-    for (; type == Scale::e4m3 && done + 2 * W <= n; done += 2 * W) {
-        const Two two = load_two_e4m3(from + done);
-        store(to + done, two.first * set1(kE4m3Factor) * set1(factor));
-        store(to + done + W, two.second * set1(kE4m3Factor) * set1(factor));
-    }
-    read_scales(type, from + done, n - done, factor, to + done, room - done);
-}
-
 template <Element E> static void run_rounded(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t n = rows.group_columns ? (rows.columns + rows.group_columns - 1) / rows.group_columns : 1;
     const int64_t room = round_up(n, W) + 2 * W;
@@ -414,7 +404,7 @@ template <Element E> static void run_rounded(const FourRows& rows, const float* 
     Scales scales = {};
     scales.group = rows.group_columns ? rows.group_columns : round_up(rows.columns, kUnits);
     for (int r = 0; r < kRows; ++r, scratch += room) {
-        read_unit_scales(rows.scale, rows.scales[r], n, rows.global_scale[r] * factor, scratch, room);
+        read_scales(rows.scale, rows.scales[r], n, rows.global_scale[r] * factor, scratch, room);
         scales.scale[r] = scratch;
     }
     if constexpr (E == Element::i8) {
@@ -422,7 +412,7 @@ template <Element E> static void run_rounded(const FourRows& rows, const float* 
         if (m <= kTileTokens) return m > 0 ? kDots.of[m](rows, scales.scale, x, out) : void();
         Prefetched next(rows, rows.columns, m, kTileTokens);
         FourRows alone = rows;
-        alone.ahead = 0;
+        alone.next[0] = nullptr;
         for (int64_t t = 0; m > 0; x += t, out += kRows * t, m -= t) {
             t = next_tile(m, kTileTokens);
             next.some();

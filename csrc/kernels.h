@@ -48,11 +48,19 @@ template <Scale S> static void read_scales_of(const uint8_t* from, int64_t n, fl
     constexpr int kSize = S == Scale::f32 ? 4 : S == Scale::f16 || S == Scale::bf16 ? 2 : 1;
     int64_t i = 0;
     for (; i + W <= n; i += W) store(to + i, load_scales(S, from + i * kSize) * set1(factor));
-    if (i == n) return;
+    if (i == n) return store(to + i, zero());
+    if (S == Scale::f32 && n == 1) {  // without a vector that waits for a smaller store
+        store(to, zero());
+        float first;
+        std::memcpy(&first, from, sizeof first);
+        to[0] = first * factor;
+        return store(to + 1, zero());
+    }
     alignas(64) uint8_t padded[W * 4];
     std::memset(padded, 127, sizeof padded);  // of no scale type a subnormal, which processors are slow to multiply
     std::memcpy(padded, from + i * kSize, static_cast<size_t>((n - i) * kSize));
     store(to + i, load_scales(S, padded) * set1(factor));
+    store(to + n, zero());
 }
 static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor, float* to, int64_t room) {
     switch (type) {
@@ -62,7 +70,7 @@ static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor
         case Scale::e8m0: read_scales_of<Scale::e8m0>(from, n, factor, to); break;
         default: read_scales_of<Scale::e4m3>(from, n, factor, to);
     }
-    for (int64_t i = n; i < room; ++i) to[i] = 0.0f;
+    for (int64_t i = n + W; i < room; ++i) to[i] = 0.0f;
 }
 static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) {
     int64_t i = 0;
@@ -77,7 +85,7 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
     constexpr int kPerLine = 64 / (W * kBytes) > 0 ? 64 / (W * kBytes) : 1;
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : columns;
     const uint8_t *a = rows.data[0], *b = rows.data[1], *c = rows.data[2], *d = rows.data[3];
-    const int64_t ahead = prefetching ? rows.ahead : 0;
+    const uint8_t* const* next = prefetching && rows.next[0] ? rows.next : nullptr;
     for (int64_t start = 0, g = 0; start < columns; start += group, ++g) {
         const int64_t stop = start + group < columns ? start + group : columns;
         F sa = zero(), sb = sa, sc = sa, sd = sa;
@@ -90,9 +98,9 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
         };
         int64_t k = start;
         for (; k + W * kPerLine <= stop; k += W * kPerLine) {
-            if (ahead) {
-                prefetch(a + k * kBytes + ahead), prefetch(b + k * kBytes + ahead);
-                prefetch(c + k * kBytes + ahead), prefetch(d + k * kBytes + ahead);
+            if (next) {
+                prefetch(next[0] + k * kBytes), prefetch(next[1] + k * kBytes);
+                prefetch(next[2] + k * kBytes), prefetch(next[3] + k * kBytes);
             }
             if constexpr (E == Element::e4m3 && kPerLine % 2 == 0) {
 #pragma GCC unroll 8
@@ -144,7 +152,7 @@ MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scale
     const auto values = values_of<E>();
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : round_up(columns, kBlock);
     const Spread by = spread_of(group);
-    const int64_t ahead = prefetching ? rows.ahead : 0;
+    const uint8_t* const* next = prefetching && rows.next[0] ? rows.next : nullptr;
     for (int64_t k = 0; k < columns; k += kBlock) {
         const int64_t first = k / group;
         I words[kRows];
@@ -152,7 +160,7 @@ MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scale
         if (k + kBlock <= columns) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-                if (ahead) prefetch(rows.data[r] + k / 2 + ahead);
+                if (next) prefetch(next[r] + k / 2);
                 words[r] = load_words(rows.data[r] + k / 2);
             }
         } else {
@@ -216,6 +224,10 @@ template <Element E, int M> struct Table {
         if constexpr (M > 1) Table<E, M - 1>::fill(table);
     }
 };
+
+}  // namespace MOESTRO_ISA
+#include "few_tokens.h"
+namespace MOESTRO_ISA {
 
 // Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them at column 0.
 template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
@@ -294,7 +306,7 @@ template <Element E> static void decode(FourRows& rows, const float* const* scal
     rows.element = Element::f32;
     rows.columns = width;
     rows.group_columns = 0;
-    rows.ahead = 0;
+    rows.next[0] = nullptr;
     for (int r = 0; r < kRows; ++r) rows.data[r] = reinterpret_cast<const uint8_t*>(to[r]);
 }
 
@@ -319,6 +331,9 @@ template <Element E> static void run(const FourRows& asked, const float* const* 
         if (m > kRegisterTokens && asked.columns > 2 * kPiece) return blocked_tiles(asked, x, m, out, scratch);
         tiles<E>(asked, scales, zeros, x, m, out);
     } else {
+        if constexpr (E > Element::bf16) {
+            if (m <= kDirectTokens && asked.scale_sums) return few_tokens<E>(asked, scales, zeros, x, m, out);
+        }
         if (m <= kDirectTokens) return tiles<E>(asked, scales, zeros, x, m, out);
         FourRows rows = asked;
         decode<E>(rows, scales, zeros, scratch);

@@ -98,7 +98,9 @@ private:
         for (int64_t at = i; at < stop; at += 4) {
             int64_t four[4];
             for (int64_t j = 0; j < 4; ++j) four[j] = std::min(at + j, stop - 1);
-            p.isa_.four_rows(rows_of(p.call_.weights, 0, four, 4), x, m, sums, panel);
+            FourRows rows = rows_of(p.call_.weights, 0, four);
+            for (int64_t j = 0; j < 4 && at + 4 < p.call_.weights.rows; ++j) rows.next[j] = rows.data[j] + 4 * p.call_.weights.row_stride;
+            p.isa_.four_rows(rows, x, m, sums, panel);
             for (int64_t r = 0; r < m; ++r)
                 for (int64_t j = 0; j < std::min<int64_t>(4, stop - at); ++j) out[r * kSegment + at - i + j] = sums[4 * r + j];
         }
@@ -113,6 +115,7 @@ private:
             for (int64_t r = 0; r < (m + 15) / 16 * 16; ++r) y[r] = r < m ? out + r * kSegment + at - i : nullptr;
             TileRows rows = tile_rows(p.call_.weights, 0, at, count[1] ? 16 : 0, 1, count);
             rows.width = tile_width(p.n_);
+            if (at + 32 < p.call_.weights.rows) follow(rows, p.call_.weights, 0, at + 32, 16, 1);
             p.isa_.tiles->down(rows, nullptr, p.tile(t / 16), (m + 15) / 16, y, reinterpret_cast<uint8_t*>(panel));
         }
         p.write(i, stop, t, m, out);

@@ -12,7 +12,7 @@ int64_t id_of(const Call& call, int64_t first, int64_t slot) {
 
 }  // namespace
 
-Rows::Rows(const Call& call, int64_t first_token, int64_t num_tokens) {
+Rows::Rows(const Call& call, int64_t first_token, int64_t num_tokens, int64_t fewest_tiled) {
     const int64_t slots = num_tokens * call.top_k, first = first_token * call.top_k, experts = call.num_experts;
     std::vector<int64_t> next(static_cast<size_t>(experts), 0);
     for (int64_t s = 0; s < slots; ++s)
@@ -30,7 +30,9 @@ Rows::Rows(const Call& call, int64_t first_token, int64_t num_tokens) {
     std::stable_sort(active.begin(), active.end(), [](const Active& a, const Active& b) { return a.num_rows > b.num_rows; });
     for (auto& a : active) {
         next[a.expert] = a.first_row = num_rows, num_rows += a.num_rows;
-        a.first_tile = num_tiles, num_tiles += a.num_tiles();
+        a.tiled = a.num_rows >= fewest_tiled;
+        a.first_tile = num_tiles;
+        if (a.tiled) num_tiles += a.num_tiles(), first_plain = num_rows;
     }
     token.resize(static_cast<size_t>(num_rows));
     factor.assign(static_cast<size_t>(num_rows), 1.0f);

@@ -14,6 +14,7 @@ struct Active {
     int64_t expert, first_row, num_rows;
     int64_t num_ranges = 0;  // that its gate_up is cut into
     int64_t first_tile = 0;
+    bool tiled = false;
 
     int64_t num_tiles() const { return (num_rows + 15) / 16; }
     int tile_width() const { return moestro::tile_width(num_rows); }
@@ -21,13 +22,15 @@ struct Active {
 
 // Rows in the order of experts, those with most rows first; of one expert in the order of slots.
 struct Rows {
-    Rows(const Call& call, int64_t first_token, int64_t num_tokens);
+    // An expert takes tiles of tokens if it has `fewest_tiled` rows.
+    Rows(const Call& call, int64_t first_token, int64_t num_tokens, int64_t fewest_tiled);
 
     std::vector<Active> active;
     std::vector<int64_t> token;         // of a row, counted from the first token
     std::vector<float> factor;          // that its input is multiplied by
     std::vector<int64_t> of_slot;       // -1 where a slot is empty
     int64_t num_rows = 0, num_tiles = 0;
+    int64_t first_plain = 0;  // row of those that stand in no tile
 };
 
 }  // namespace moestro

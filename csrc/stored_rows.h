@@ -8,18 +8,16 @@
 
 namespace moestro {
 
-// The rows `at` of an expert's projection; `ahead` rows further on are those that come next.
-inline FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at, int64_t ahead) {
-    FourRows found;
+// The rows `at` of an expert's projection; none come next.
+inline void take_rows(FourRows& found, const Projection& p, int64_t expert, const int64_t* at) {
     found.element = p.element;
     found.scale = p.scale;
     found.columns = p.columns;
     found.group_columns = p.group_columns;
-    found.ahead = ahead * p.row_stride;
-    const int64_t block_rows = p.rows / p.num_blocks;
+    Matrix m = p.matrix(expert, 0);
     for (int i = 0; i < 4; ++i) {
-        const int64_t block = at[i] / block_rows, row = at[i] - block * block_rows;
-        const Matrix m = p.matrix(expert, block);
+        int64_t row = at[i];
+        if (p.num_blocks > 1) m = p.matrix_of(expert, row);
         const int64_t group = p.group_rows == 1 ? row : p.group_rows ? row / p.group_rows : 0;
         found.data[i] = m.data + row * p.row_stride;
         found.scales[i] = m.scales ? m.scales + group * p.scale_row_stride : nullptr;
@@ -27,7 +25,30 @@ inline FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at, 
         found.global_scale[i] = 1.0f;
         if (m.global_scale) std::memcpy(found.global_scale + i, m.global_scale, sizeof(float));  // at any address
     }
+    found.next[0] = nullptr;
+}
+inline FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at) {
+    FourRows found;
+    take_rows(found, p, expert, at);
     return found;
+}
+
+// Where a row's elements lie.
+inline const uint8_t* data_of(const Projection& p, int64_t expert, int64_t row) {
+    const Matrix m = p.matrix_of(expert, row);
+    return m.data + row * p.row_stride;
+}
+
+// Has the rows say that the rows `at` of an expert's projection come next, and fetches the scales of these.
+inline void follow(FourRows& rows, const Projection& p, int64_t expert, const int64_t* at) {
+    Matrix m = p.matrix(expert, 0);
+    const int64_t scale_bytes = p.group_rows == 1 ? p.scale_row_stride : 0;
+    for (int i = 0; i < 4; ++i) {
+        int64_t row = at[i];
+        if (p.num_blocks > 1) m = p.matrix_of(expert, row);
+        rows.next[i] = m.data + row * p.row_stride;
+        for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(m.scales + row * scale_bytes + b, 0, 2);
+    }
 }
 
 // `count` rows from each of two places: `at` and `at + apart`, one in `every` of them.
@@ -37,29 +58,33 @@ inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64
     found.scale = p.scale;
     found.columns = p.columns;
     found.group_columns = p.group_columns;
-    found.ahead = (apart == 16 ? 32 : 16 * every) * p.row_stride;
-    const int64_t block_rows = p.rows / p.num_blocks;
     for (int i = 0; i < 2; ++i) {
-        const int64_t row = at + i * apart, block = std::min(row / block_rows, p.num_blocks - 1);
-        found.first[i] = p.matrix(expert, block).data + (row - block * block_rows) * p.row_stride;
+        found.first[i] = data_of(p, expert, at + i * apart);
         found.stride[i] = every * p.row_stride;
         found.count[i] = count[i];
     }
     if (p.scale == Scale::none) return found;
-    // Two rows that alternate lie in one place.
-    found.next[0] = found.first[0] + found.ahead;
-    found.next[1] = apart == 1 ? found.next[0] + 16 * p.row_stride : found.first[1] + found.ahead;
     for (int i = 0; i < 32; i += 4) {
         const int half = i / 16, last = std::max(count[half], 1) - 1;
         int64_t four[4];
         for (int j = 0; j < 4; ++j) four[j] = at + half * apart + std::min(i % 16 + j, last) * every;
-        const FourRows rows = rows_of(p, expert, four, 0);
+        const FourRows rows = rows_of(p, expert, four);
         std::copy(rows.data, rows.data + 4, found.data + i);
         std::copy(rows.scales, rows.scales + 4, found.scales + i);
         std::copy(rows.zeros, rows.zeros + 4, found.zeros + i);
         std::copy(rows.global_scale, rows.global_scale + 4, found.global_scale + i);
     }
     return found;
+}
+
+// Has the rows say that those of tile_rows(p, expert, at, apart, every) come next.
+inline void follow(TileRows& rows, const Projection& p, int64_t expert, int64_t at, int64_t apart, int64_t every) {
+    const bool packed = p.scale != Scale::none;
+    for (int i = 0; i < 2; ++i) {
+        rows.next[i] = data_of(p, expert, std::min(at + i * apart, p.rows - 1));
+        rows.next_stride[i] = every * p.row_stride;
+    }
+    if (packed && apart == 1) rows.next[1] = rows.next[0] + 16 * p.row_stride;  // rows that alternate lie in one place
 }
 
 // The 32 values that tile_rows' products take, in `to`; null without a bias.

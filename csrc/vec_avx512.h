@@ -52,10 +52,27 @@ inline Two load_two_e4m3(const uint8_t* p) {
     half = _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7fff));
     return {{_mm512_cvtph_ps(_mm512_castsi512_si256(half))}, {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))}};
 }
+// The same, but for NaN, which is not told from 480.
+inline Two load_two_e4m3_but_nan(const uint8_t* p) {
+    const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 7);
+    const __m512i half = _mm512_and_si512(wide, _mm512_set1_epi16(static_cast<short>(0xbf80)));
+    return {{_mm512_cvtph_ps(_mm512_castsi512_si256(half))}, {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))}};
+}
+struct NanOfE4m3 {
+    __m512i most = _mm512_setzero_si512();
+    // 64 elements: without its sign NaN is the largest of bytes.
+    inline __attribute__((always_inline)) void see(const uint8_t* p) {
+        const __m512i v = _mm512_loadu_si512(p);
+        most = _mm512_max_epu8(most, _mm512_add_epi8(v, v));
+    }
+    bool seen() const { return _mm512_cmpeq_epi8_mask(most, _mm512_set1_epi8(static_cast<char>(0xfe))) != 0; }
+};
 inline F load_e4m3_parts(const uint8_t* p) {
-    alignas(32) uint8_t padded[2 * W] = {};
-    std::memcpy(padded, p, W);
-    return load_two_e4m3(padded).first;
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(INT16_MIN));
+    const __m256i half = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign);
+    return {_mm512_cvtph_ps(_mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7fff)))};
 }
 inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
 // 2^(e - 127); 255 is NaN.

@@ -90,6 +90,11 @@ inline F load_e4m3_parts(const uint8_t* p) { return each([=](int l) { return e4m
 inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
 struct Two { F first, second; };
 inline Two load_two_e4m3(const uint8_t* p) { return {load_e4m3_parts(p), load_e4m3_parts(p + W)}; }
+inline Two load_two_e4m3_but_nan(const uint8_t* p) { return load_two_e4m3(p); }  // NaN too
+struct NanOfE4m3 {
+    void see(const uint8_t*) {}
+    bool seen() const { return false; }
+};
 inline F load_e8m0(const uint8_t* p) {
     return each([=](int l) {
         const uint32_t e = p[l];

@@ -13,6 +13,7 @@
 
 #include "engine.h"
 #include "layout.h"
+#include "ranges.h"
 #include "rows.h"
 #include "stored_rows.h"
 #include "team.h"
@@ -28,15 +29,7 @@ constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 flo
 constexpr int64_t kChunk = 64;             // intermediate columns between activations
 constexpr int64_t kRoundedAtOnce = 8;      // rows of h
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
-constexpr int64_t kSmallestRange = 64 << 10;   // bytes of weights, or as much arithmetic
-constexpr int64_t kRangesPerThread = 24;
-constexpr int64_t kBytesPerFma = 4;        // arithmetic that takes as long as reading a byte, inverted: a coarse balance
-
-struct Range {
-    int32_t expert;  // index among those with rows
-    bool down;
-    int64_t first, last;  // intermediate columns, or rows of down
-};
+constexpr int64_t kAheadBytes = 8 << 10;       // of weights are fetched before they are read
 
 class Walk {
 public:
@@ -44,14 +37,14 @@ public:
         : isa_(isa), rounded_(call.rounded ? isa.rounded : nullptr), call_(call), first_token_(first_token), num_tokens_(num_tokens),
           x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
           h_layout_(call.down.element, call.intermediate_size, isa.lanes),
-          token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)), rows_(call, first_token, num_tokens) {
-        cut();
+          token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)), rows_(call, first_token, num_tokens, fewest_tiled()), ranges_(cut(call, rows_.active)) {
+        progress_ = std::make_unique<Progress[]>(rows_.active.size());
         lay_out();
     }
 
     void run() {
         const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
-        const int64_t prepared = isa_.tiles ? rows_.num_tiles : num_x_rows();
+        const int64_t prepared = rows_.num_tiles + num_x_rows();
         if (small) {
             for (int64_t i = 0; i < prepared; ++i) prepare(i);
             run_team(call_.num_threads, [&](int, int) { take_ranges(); });
@@ -83,73 +76,56 @@ private:
         for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) body(i);
     }
 
-    int64_t cost(const Projection& p, int64_t rows_of_tokens) const {
-        return std::max(p.row_bytes(), p.columns * rows_of_tokens / kBytesPerFma);
-    }
-
-    void cut() {
-        int64_t total = 0;
-        for (const auto& a : rows_.active) total += cost(call_.gate_up, a.num_rows) * call_.gate_up.rows + cost(call_.down, a.num_rows) * call_.down.rows;
-        const int64_t wanted = std::max(total / (kRangesPerThread * call_.num_threads), kSmallestRange);
-        const int64_t halves = call_.activation.gated ? 2 : 1;
-        const auto add = [&](size_t index, bool down) {
-            Active& a = rows_.active[index];
-            const Projection& p = down ? call_.down : call_.gate_up;
-            const int64_t n = down ? call_.hidden_size : call_.intermediate_size, each = cost(p, a.num_rows) * (down ? 1 : halves);
-            const int64_t pieces = std::clamp<int64_t>((n * each + wanted - 1) / wanted, 1, std::max<int64_t>(n / 16, 1));
-            for (int64_t i = 0; i < pieces; ++i) {
-                // Cut where a block of nibbles ends, so that no two threads write to one line.
-                const int64_t first = i * n / pieces / 16 * 16, last = i + 1 == pieces ? n : (i + 1) * n / pieces / 16 * 16;
-                if (first < last) ranges_.push_back({static_cast<int32_t>(index), down, first, last}), a.num_ranges += !down;
-            }
-        };
-        for (size_t i = 0; i < rows_.active.size(); ++i) {
-            add(i, false);
-            if (i > 0) add(i - 1, true);
-        }
-        if (!rows_.active.empty()) add(rows_.active.size() - 1, true);
-        progress_ = std::make_unique<Progress[]>(rows_.active.size());
-    }
-
     bool x_is_ready() const {
         // Of many rows, a copy whose rows do not share cache sets is faster.
         return !rounded_ && num_tokens_ <= 32 && !call_.weight_on_input && call_.x.dtype == Element::f32 && !x_layout_.nibbles && x_layout_.padded == call_.hidden_size;
     }
-    int64_t num_x_rows() const { return call_.weight_on_input ? rows_.num_rows : x_is_ready() ? 0 : num_tokens_; }
+    // Rows that one of them takes are multiplied by tiles from this many on.
+    int64_t fewest_tiled() const {
+        if (!isa_.tiles) return INT64_MAX;
+        return call_.same_bits ? 1 : std::max(isa_.tiles->fewest_rows(call_.gate_up), isa_.tiles->fewest_rows(call_.down));
+    }
+    int64_t num_plain_rows() const { return rows_.num_rows - rows_.first_plain; }
+    int64_t num_x_rows() const {
+        if (num_plain_rows() == 0 || x_is_ready()) return 0;
+        return call_.weight_on_input ? num_plain_rows() : num_tokens_;
+    }
 
     void lay_out() {
         x_stride_ = rounded_ ? round_up(rounded_->row_floats(call_.gate_up.element, call_.hidden_size), 16) : x_layout_.stride();
         h_stride_ = rounded_ ? round_up(rounded_->row_floats(call_.down.element, call_.intermediate_size), 16) : h_layout_.stride();
-        const int64_t x_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.hidden_size) : num_x_rows() * x_stride_;
-        const int64_t h_floats = isa_.tiles ? rows_.num_tiles * tile_words(call_.intermediate_size) : rows_.num_rows * h_stride_;
+        const int64_t x_words = rows_.num_tiles * tile_words(call_.hidden_size), h_words = rows_.num_tiles * tile_words(call_.intermediate_size);
+        const int64_t x_floats = num_x_rows() * x_stride_, h_floats = num_plain_rows() * h_stride_;
         y_stride_ = round_up(call_.hidden_size, 16) + 16;
         wide_stride_ = round_up(call_.intermediate_size, 16);
-        x_ = arena().reserve(x_floats + h_floats + rows_.num_rows * (y_stride_ + (rounded_ ? wide_stride_ : 0)));
+        x_tiles_ = arena().reserve(x_words + h_words + x_floats + h_floats + rows_.num_rows * (y_stride_ + (rounded_ ? wide_stride_ : 0)));
+        h_tiles_ = x_tiles_ + x_words;
+        x_ = h_tiles_ + h_words;
         h_ = x_ + x_floats;
         y_ = h_ + h_floats;
         wide_h_ = y_ + rows_.num_rows * y_stride_;
-        if (isa_.tiles) {
-            for (const Active& a : rows_.active) {
-                const int64_t block = 16 * a.tile_width(), last = (call_.intermediate_size - 1) / 32 * block;
-                for (int64_t t = 0; t < a.num_tiles() && call_.intermediate_size % 32; ++t)
-                    std::memset(h_tile(a.first_tile + t) + last, 0, static_cast<size_t>(block) * sizeof(uint32_t));
-            }
-            return;
+        for (const Active& a : rows_.active) {
+            const int64_t block = 16 * a.tile_width(), last = (call_.intermediate_size - 1) / 32 * block;
+            for (int64_t t = 0; a.tiled && t < a.num_tiles() && call_.intermediate_size % 32; ++t)
+                std::memset(h_tile(a.first_tile + t) + last, 0, static_cast<size_t>(block) * sizeof(uint32_t));
         }
         if (!rounded_ && h_layout_.padded != h_layout_.columns)
-            for (int64_t r = 0; r < rows_.num_rows; ++r) h_layout_.clear_padding(h_ + r * h_layout_.stride());
-        tokens_.resize(static_cast<size_t>(rows_.num_rows));
-        for (int64_t r = 0; r < rows_.num_rows; ++r) {
+            for (int64_t r = rows_.first_plain; r < rows_.num_rows; ++r) h_layout_.clear_padding(h_row(r));
+        tokens_.resize(static_cast<size_t>(num_plain_rows()));
+        if (isa_.tiles) wanted_.assign(static_cast<size_t>(num_x_rows()), call_.weight_on_input);
+        for (int64_t r = rows_.first_plain; r < rows_.num_rows; ++r) {
             const int64_t token = rows_.token[r];
-            tokens_[r] = call_.weight_on_input ? x_ + r * x_stride_
-                         : x_is_ready()        ? static_cast<const float*>(call_.x.data) + (first_token_ + token) * call_.x.stride
-                                               : x_ + token * x_stride_;
+            if (isa_.tiles && !call_.weight_on_input) wanted_[token] = true;
+            tokens_[r - rows_.first_plain] = call_.weight_on_input ? x_ + (r - rows_.first_plain) * x_stride_
+                                             : x_is_ready()        ? static_cast<const float*>(call_.x.data) + (first_token_ + token) * call_.x.stride
+                                                                   : x_ + token * x_stride_;
         }
     }
+    float* h_row(int64_t row) const { return h_ + (row - rows_.first_plain) * h_stride_; }
 
     // Tiles of bfloat16 take the places of rows of floats: a word is a pair.
-    uint32_t* x_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(x_) + t * tile_words(call_.hidden_size); }
-    uint32_t* h_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(h_) + t * tile_words(call_.intermediate_size); }
+    uint32_t* x_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(x_tiles_) + t * tile_words(call_.hidden_size); }
+    uint32_t* h_tile(int64_t t) const { return reinterpret_cast<uint32_t*>(h_tiles_) + t * tile_words(call_.intermediate_size); }
 
     void prepare_tile(int64_t tile) {
         const Active& a = *std::prev(std::upper_bound(rows_.active.begin(), rows_.active.end(), tile, [](int64_t t, const Active& each) { return t < each.first_tile; }));
@@ -172,11 +148,13 @@ private:
         isa_.tiles->pack(rows, a.tile_width(), hidden, is_nibble(call_.gate_up.element), x_tile(tile));
     }
 
-    // A token's row, or with weights on the input a (token, slot) pair's, as floats in the order of gate_up's columns.
+    // A tile; or a token's row, or with weights on the input a (token, slot) pair's, as floats in the order of gate_up's columns.
     void prepare(int64_t i) {
-        if (isa_.tiles) return prepare_tile(i);
-        const int64_t token = first_token_ + (call_.weight_on_input ? rows_.token[i] : i);
-        const float factor = call_.weight_on_input ? rows_.factor[i] : 1.0f;
+        if (i < rows_.num_tiles) return prepare_tile(i);
+        i -= rows_.num_tiles;
+        if (isa_.tiles && !wanted_[i]) return;
+        const int64_t row = rows_.first_plain + i, token = first_token_ + (call_.weight_on_input ? rows_.token[row] : i);
+        const float factor = call_.weight_on_input ? rows_.factor[row] : 1.0f;
         const int64_t size = call_.x.dtype == Element::f32 ? 4 : 2;
         const auto* from = static_cast<const uint8_t*>(call_.x.data) + token * call_.x.stride * size;
         float* to = x_ + i * x_stride_;
@@ -197,9 +175,9 @@ private:
     }
 
     void take_ranges() {
-        if (isa_.tiles) isa_.tiles->begin();
+        if (rows_.num_tiles) isa_.tiles->begin();
         take_all();
-        if (isa_.tiles) isa_.tiles->end();
+        if (rows_.num_tiles) isa_.tiles->end();
     }
 
     void take_all() {
@@ -209,27 +187,66 @@ private:
                                                  many() ? many()->scratch_floats(widest) : 0}), 16);
         const int64_t sums = kManyRows * kTokenBlock, half = kTokenBlock * kChunk;
         float* room = scratch().reserve(std::max(panel + sums + 2 * half + packed_floats(), tile_scratch_bytes(widest) / 4));
-        while (true) {
-            const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
-            if (i >= static_cast<int64_t>(ranges_.size())) return;
-            const Range& range = ranges_[i];
-            const Active& active = rows_.active[range.expert];
-            if (range.down) wait_for_h(range.expert);
-            if (isa_.tiles) {
+        for (Reader reader{*this}; const Range* range = reader.take();) {
+            const Active& active = rows_.active[range->expert];
+            if (range->down) wait_for_h(range->expert);
+            if (active.tiled) {
                 const int64_t last = active.first_tile + active.num_tiles(), block = (token_block_ + 15) / 16;
                 for (int64_t t = active.first_tile; t < last; t += block) {
                     const int64_t n = std::min(block, last - t);
-                    if (range.down) tiled_down(active, range, t, n, reinterpret_cast<uint8_t*>(room));
-                    else tiled_gate_up(active, range, t, n, reinterpret_cast<uint8_t*>(room));
+                    reader.last_pass = t + n == last;
+                    if (range->down) tiled_down(active, reader, t, n, reinterpret_cast<uint8_t*>(room));
+                    else tiled_gate_up(active, reader, t, n, reinterpret_cast<uint8_t*>(room));
                 }
-            } else if (range.down) {
-                for (int64_t r = 0; r < active.num_rows; r += token_block_)
-                    down(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
             } else {
-                for (int64_t r = 0; r < active.num_rows; r += token_block_)
-                    gate_up(active, range, r, std::min(token_block_, active.num_rows - r), room, room + panel);
+                for (int64_t r = 0; r < active.num_rows; r += token_block_) {
+                    const int64_t m = std::min(token_block_, active.num_rows - r);
+                    reader.last_pass = r + m == active.num_rows;
+                    if (range->down) down(active, reader, r, m, room, room + panel);
+                    else gate_up(active, reader, r, m, room, room + panel);
+                }
             }
-            if (!range.down) progress_[range.expert].ranges.fetch_add(1, std::memory_order_release);
+            if (!range->down) progress_[range->expert].ranges.fetch_add(1, std::memory_order_release);
+        }
+    }
+
+    // What a thread reads. It takes the range that follows when the end of its own comes near, so that it can be fetched.
+    struct Reader {
+        Walk& walk;
+        const Range *range = nullptr, *following = nullptr;
+        bool last_pass = true;
+
+        const Range* take() {
+            range = range && following ? following : walk.next_range();
+            following = nullptr;
+            return range;
+        }
+        // The place `distance` rows behind i: in this range, or in the one that follows; null where there is none.
+        const Range* ahead(int64_t& i, int64_t distance) {
+            i += distance;
+            if (i < range->last) return range;
+            if (!last_pass) return nullptr;
+            if (!following) following = walk.next_range();
+            if (!following) return nullptr;
+            i += following->first - range->last;
+            return i < following->last ? following : nullptr;
+        }
+    };
+    const Range* next_range() {
+        const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
+        return i < static_cast<int64_t>(ranges_.size()) ? &ranges_[i] : nullptr;
+    }
+    const Projection& projection(const Range& range) const { return range.down ? call_.down : call_.gate_up; }
+    int64_t expert(const Range& range) const { return rows_.active[range.expert].expert; }
+
+    // The `n` rows of weights that make up columns of h from i on (half of them gate's, where there is one), or rows of down.
+    void rows_from(const Range& range, int64_t i, int64_t n, int64_t* at) const {
+        const Activation& act = call_.activation;
+        const bool gated = !range.down && act.gated;
+        const int64_t step = gated ? n / 2 : n, times = gated && act.interleaved ? 2 : 1, apart = times == 2 ? 1 : call_.intermediate_size;
+        for (int64_t j = 0; j < step; ++j) {
+            at[j] = std::min(i + j, range.last - 1) * times;
+            if (gated) at[step + j] = at[j] + apart;
         }
     }
 
@@ -244,7 +261,7 @@ private:
             const int64_t last = std::min(first + kRoundedAtOnce, active.num_rows);
             if (first >= last) break;
             for (int64_t r = active.first_row + first; r < active.first_row + last; ++r)
-                rounded_->round_row(call_.down.element, call_.intermediate_size, call_.down.group_columns, wide_h_ + r * wide_stride_, h_ + r * h_stride_);
+                rounded_->round_row(call_.down.element, call_.intermediate_size, call_.down.group_columns, wide_h_ + r * wide_stride_, h_row(r));
             progress.rounded.fetch_add(last - first, std::memory_order_release);
         }
         wait_for(progress.rounded, active.num_rows);
@@ -271,50 +288,67 @@ private:
         const Projection& projection;
         int64_t expert, rows;
         const float* const* x;
+        int64_t ahead;  // from columns of h, or rows of down, to those that are fetched meanwhile
         const uint8_t* packed;
     };
     Products products(const Projection& p, int64_t expert, const float* const* x, int64_t m, float* sums) const {
-        if (!many() || m <= kFewTokens) return {p, expert, 4, x, nullptr};
+        const bool gated = &p == &call_.gate_up && call_.activation.gated;
+        const auto ahead = [&](int64_t rows) { return (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows); };
+        if (!many() || m <= kFewTokens) return {p, expert, 4, x, ahead(4), nullptr};
         auto* packed = reinterpret_cast<uint8_t*>(sums + kManyRows * kTokenBlock + 2 * kTokenBlock * kChunk);
         many()->pack(p.element, p.columns, p.group_columns, x, m, packed);
-        return {p, expert, kManyRows, x, packed};
+        return {p, expert, kManyRows, x, ahead(kManyRows), packed};
     }
     // sums[t][i] of the rows `at` and m tokens.
-    void multiply(const Products& products, const int64_t* at, int64_t ahead, const FloatArray& bias, int64_t m, float* sums, float* panel) const {
-        FourRows rows[kManyRows / 4];
-        for (int64_t i = 0; i < products.rows; i += 4) rows[i / 4] = rows_of(products.projection, products.expert, at + i, ahead);
-        if (products.packed) many()->rows(rows, products.packed, m, sums, panel);
-        else (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows[0], products.x, m, sums, panel);
-        add_bias(bias, products.expert, at, products.rows, m, sums);
+    void multiply(const Products& products, Reader& reader, int64_t column, const FloatArray& bias, int64_t m, float* sums, float* panel) const {
+        if (!products.packed) {
+            FourRows rows;
+            describe<4>(products, reader, column, &rows);
+            (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, products.x, m, sums, panel);
+        } else {
+            FourRows rows[kManyRows / 4];
+            describe<kManyRows>(products, reader, column, rows);
+            many()->rows(rows, products.packed, m, sums, panel);
+        }
+        if (bias.data) add_bias(bias, products, *reader.range, column, m, sums);
+    }
+    template <int64_t N> void describe(const Products& products, Reader& reader, int64_t column, FourRows* rows) const {
+        int64_t at[N];
+        rows_from(*reader.range, column, N, at);
+        for (int64_t i = 0; i < N; i += 4) {
+            take_rows(rows[i / 4], products.projection, products.expert, at + i);
+            rows[i / 4].scale_sums = !call_.same_bits;
+        }
+        const Range* then = reader.ahead(column, products.ahead);
+        if (!then) return;
+        rows_from(*then, column, N, at);
+        for (int64_t i = 0; i < N; i += 4) moestro::follow(rows[i / 4], projection(*then), expert(*then), at + i);
     }
 
-    void add_bias(const FloatArray& bias, int64_t expert, const int64_t* at, int64_t n, int64_t m, float* sums) const {
-        if (!bias.data) return;
+    void add_bias(const FloatArray& bias, const Products& products, const Range& range, int64_t column, int64_t m, float* sums) const {
         float values[kManyRows];
+        int64_t at[kManyRows];
+        const int64_t n = products.rows;
+        rows_from(range, column, n, at);
         for (int64_t i = 0; i < n; ++i) {
             const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
-            const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at[i]) * size;
+            const auto* from = static_cast<const uint8_t*>(bias.data) + (products.expert * bias.stride + at[i]) * size;
             isa_.widen(from, bias.dtype, 1, 1.0f, values + i);
         }
         for (int64_t t = 0; t < m; ++t)
             for (int64_t i = 0; i < n; ++i) sums[n * t + i] += values[i];
     }
 
-    void gate_up(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
+    void gate_up(const Active& active, Reader& reader, int64_t first, int64_t m, float* panel, float* sums) {
         const Activation& act = call_.activation;
-        const int64_t inner = call_.intermediate_size;
+        const Range& range = *reader.range;
         float *gate = sums + kManyRows * kTokenBlock, *up = gate + kTokenBlock * kChunk;
-        const Products all = products(call_.gate_up, active.expert, tokens_.data() + active.first_row + first, m, sums);
+        const Products all = products(call_.gate_up, active.expert, tokens_.data() + active.first_row - rows_.first_plain + first, m, sums);
         const int64_t step = act.gated ? all.rows / 2 : all.rows;
         for (int64_t c = range.first; c < range.last; c += kChunk) {
             const int64_t stop = std::min(c + kChunk, range.last);
             for (int64_t i = c; i < stop; i += step) {
-                int64_t at[kManyRows];
-                for (int64_t j = 0; j < all.rows; ++j) {
-                    const int64_t column = std::min(i + j % step, stop - 1), is_up = j / step;
-                    at[j] = act.interleaved ? 2 * column + is_up : column + is_up * inner;
-                }
-                multiply(all, at, act.interleaved ? all.rows : step, call_.gate_up_bias, m, sums, panel);
+                multiply(all, reader, i, call_.gate_up_bias, m, sums, panel);
                 const int64_t n = std::min(step, stop - i);
                 for (int64_t t = 0; t < m; ++t)
                     for (int64_t j = 0; j < n; ++j) {
@@ -326,28 +360,38 @@ private:
                 isa_.activate(act, stop - c, gate + t * kChunk, up + t * kChunk);
                 const int64_t row = active.first_row + first + t;
                 if (rounded_) std::memcpy(wide_h_ + row * wide_stride_ + c, gate + t * kChunk, static_cast<size_t>(stop - c) * sizeof(float));
-                else h_layout_.place(gate + t * kChunk, c, stop - c, h_ + row * h_stride_);
+                else h_layout_.place(gate + t * kChunk, c, stop - c, h_row(row));
             }
         }
     }
 
-    void down(const Active& active, const Range& range, int64_t first, int64_t m, float* panel, float* sums) {
+    void down(const Active& active, Reader& reader, int64_t first, int64_t m, float* panel, float* sums) {
         const float* h[kTokenBlock];
-        for (int64_t t = 0; t < m; ++t) h[t] = h_ + (active.first_row + first + t) * h_stride_;
+        const Range& range = *reader.range;
+        for (int64_t t = 0; t < m; ++t) h[t] = h_row(active.first_row + first + t);
         const Products all = products(call_.down, active.expert, h, m, sums);
         for (int64_t i = range.first; i < range.last; i += all.rows) {
-            int64_t at[kManyRows];
-            for (int64_t j = 0; j < all.rows; ++j) at[j] = std::min(i + j, range.last - 1);
-            multiply(all, at, all.rows, call_.down_bias, m, sums, panel);
+            multiply(all, reader, i, call_.down_bias, m, sums, panel);
             const int64_t n = std::min(all.rows, range.last - i);
             for (int64_t t = 0; t < m; ++t)
                 for (int64_t j = 0; j < n; ++j) y_[(active.first_row + first + t) * y_stride_ + i + j] = sums[all.rows * t + j];
         }
     }
 
-    // `first` and `n` number tiles of tokens, among all and from there.
-    void tiled_gate_up(const Active& active, const Range& range, int64_t first, int64_t n, uint8_t* room) {
+    // Has tiles of rows fetch those that follow.
+    void follow(TileRows& rows, Reader& reader, int64_t i) const {
         const Activation& act = call_.activation;
+        int64_t then = i;
+        const Range* range = reader.ahead(then, !reader.range->down && act.gated ? 16 : 32);
+        if (!range) return;
+        const bool gated = !range->down && act.gated, alternate = gated && act.interleaved;
+        moestro::follow(rows, projection(*range), expert(*range), alternate ? 2 * then : then, alternate ? 1 : gated ? call_.intermediate_size : 16, alternate ? 2 : 1);
+    }
+
+    // `first` and `n` number tiles of tokens, among all and from there.
+    void tiled_gate_up(const Active& active, Reader& reader, int64_t first, int64_t n, uint8_t* room) {
+        const Activation& act = call_.activation;
+        const Range& range = *reader.range;
         const int64_t step = act.gated ? 16 : 32, every = act.interleaved ? 2 : 1;
         const int64_t apart = !act.gated ? 16 : act.interleaved ? 1 : call_.intermediate_size;
         for (int64_t c = range.first; c < range.last; c += step) {
@@ -359,11 +403,13 @@ private:
             rows.width = active.tile_width();
             rows.out_step = tile_words(call_.intermediate_size);
             rows.out_nibbles = is_nibble(call_.down.element);
+            follow(rows, reader, c);
             isa_.tiles->gate_up(rows, bias, act, x_tile(first), n, c, h_tile(first), room);
         }
     }
 
-    void tiled_down(const Active& active, const Range& range, int64_t first, int64_t n, uint8_t* room) {
+    void tiled_down(const Active& active, Reader& reader, int64_t first, int64_t n, uint8_t* room) {
+        const Range& range = *reader.range;
         float* y[kTokenBlock + 32];
         const int64_t before = (first - active.first_tile) * 16;
         for (int64_t i = range.first; i < range.last; i += 32) {
@@ -375,6 +421,7 @@ private:
             const float* bias = tile_bias(isa_, call_.down_bias, active.expert, i, 16, 1, count, values);
             TileRows rows = tile_rows(call_.down, active.expert, i, count[1] ? 16 : 0, 1, count);
             rows.width = active.tile_width();
+            follow(rows, reader, i);
             isa_.tiles->down(rows, bias, h_tile(first), n, y, room);
         }
     }
@@ -404,12 +451,14 @@ private:
     const Layout x_layout_, h_layout_;
     const int64_t token_block_;
     Rows rows_;
+    const std::vector<Range> ranges_;
     int64_t x_stride_ = 0, h_stride_ = 0, y_stride_ = 0, wide_stride_ = 0;
-    std::vector<Range> ranges_;
     std::vector<const float*> tokens_;
     std::unique_ptr<Progress[]> progress_;
     std::atomic<int64_t> next_{0};
     float *x_ = nullptr, *h_ = nullptr, *y_ = nullptr;
+    float *x_tiles_ = nullptr, *h_tiles_ = nullptr;  // words
+    std::vector<bool> wanted_;  // of x's rows where some experts take tiles
     float* wide_h_ = nullptr;  // of rows that are to be rounded
 };
 

@@ -102,24 +102,25 @@ struct Source {
     const uint8_t* last[2];  // the last columns where they do not fill a tile
     int64_t whole;           // blocks of 32 columns
     bool has_last;
-    int64_t ahead;
+    const uint8_t* next[2];
+    int64_t next_stride[2];
 };
 static Source source_of(const TileRows& w, uint8_t* scratch) {
     Source s;
     s.whole = w.columns / kColumns;
     s.has_last = w.columns % kColumns != 0;
-    s.ahead = w.ahead;
     const int64_t row_bytes = w.columns * 2, padded = (s.whole + s.has_last) * 64;
     for (int i = 0; i < 2; ++i) {
         s.rows[i] = w.first[i];
         s.stride[i] = w.stride[i];
+        s.next[i] = w.next[i];
+        s.next_stride[i] = w.next_stride[i];
         if (w.count[i] < kTile) {
             std::memset(scratch, 0, static_cast<size_t>(kTile * padded));
             for (int r = 0; r < w.count[i]; ++r)
                 std::memcpy(scratch + r * padded, w.first[i] + r * w.stride[i], static_cast<size_t>(row_bytes));
             s.rows[i] = scratch;
             s.stride[i] = padded;
-            s.ahead = 0;
         }
         scratch += kTile * padded;
         s.last[i] = scratch;
@@ -143,15 +144,15 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
         _tile_zero(2);
         _tile_zero(3);
     }
-    const uint8_t *a = s.rows[0], *b = s.rows[1];
+    const uint8_t *a = s.rows[0], *b = s.rows[1], *next_a = s.next[0], *next_b = s.next[1];
     const int64_t blocks = s.whole + s.has_last;
-    for (int64_t k = 0; k < blocks; ++k, a += 64, b += 64, x += kTile * width) {
+    for (int64_t k = 0; k < blocks; ++k, a += 64, b += 64, next_a += 64, next_b += 64, x += kTile * width) {
         const bool last = k == s.whole;
-        if (s.ahead && !last) {
+        if (s.next[0] && !last) {
 #pragma GCC unroll 16
             for (int r = 0; r < kTile; ++r) {
-                _mm_prefetch(reinterpret_cast<const char*>(a + r * s.stride[0] + s.ahead), _MM_HINT_T1);
-                _mm_prefetch(reinterpret_cast<const char*>(b + r * s.stride[1] + s.ahead), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(next_a + r * s.next_stride[0]), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(next_b + r * s.next_stride[1]), _MM_HINT_T1);
             }
         }
         _tile_loadd(6, x, 4 * width);
@@ -341,6 +342,18 @@ static void down(const TileRows& w, const float* bias, const uint32_t* h, int64_
     });
 }
 
+// Counted by timing both with every number of rows (docs/log.md).
+static int64_t fewest_rows(const moestro::Projection& p) {
+    switch (p.element) {
+        case Element::e4m3: return 3;
+        case Element::i8: return 5;
+        case Element::e2m1: return p.scale == moestro::Scale::e8m0 ? 2 : 5;
+        case Element::i4:
+        case Element::u4: return 4;
+        default: return 1;
+    }
+}
+
 static bool allowed() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -370,7 +383,7 @@ static bool runs_here() {
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-static const TileOps kTileOps = {MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
+static const TileOps kTileOps = {MOESTRO_ISA::fewest_rows, MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
 extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16 and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
                          MOESTRO_ISA::four_rows, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr};
 }  // namespace moestro

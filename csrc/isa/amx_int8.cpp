@@ -186,7 +186,7 @@ static void read_panel(const FourRows* eight, const Shape& shape, float* room_fo
     for (int r = 0; r < kManyRows; ++r) {
         const FourRows& rows = eight[r / kRows];
         const float factor = rows.global_scale[r % kRows] * (rows.element == Element::e2m1 ? 0.5f : 1.0f);
-        read_unit_scales(rows.scale, rows.scales[r % kRows], n, factor, room_for_rows + r * room, room);
+        read_scales(rows.scale, rows.scales[r % kRows], n, factor, room_for_rows + r * room, room);
     }
     turn(room_for_rows, last, room, panel.scales);
     if (shape.zeros) {
@@ -216,11 +216,11 @@ struct Next {
     const FourRows* eight;
     int64_t line = 0, lines;
 
-    Next(const FourRows* asked, int64_t row_bytes) : eight(asked), lines(asked->ahead ? row_bytes / 64 * kManyRows : 0) {}
+    Next(const FourRows* asked, int64_t row_bytes) : eight(asked), lines(asked->next[0] ? row_bytes / 64 * kManyRows : 0) {}
     MOESTRO_INLINE void some(int64_t n) {
         for (; n > 0 && line < lines; --n, ++line) {
             const FourRows& rows = eight[line % kManyRows / kRows];
-            _mm_prefetch(reinterpret_cast<const char*>(rows.data[line % kRows] + rows.ahead + line / kManyRows * 64), _MM_HINT_T1);
+            _mm_prefetch(reinterpret_cast<const char*>(rows.next[line % kRows] + line / kManyRows * 64), _MM_HINT_T1);
         }
     }
 };

@@ -63,6 +63,7 @@ def test_packed_sizes_around_groups_and_blocks(isa, name):
         check(isa, x, routing, apart(weights))
 
 
+@pytest.mark.usefixtures("either_mode")
 @every_isa
 @pytest.mark.parametrize("name", STORED)
 def test_any_number_of_tokens(isa, name):
@@ -150,6 +151,7 @@ def at_odd_address(t):
     return torch.frombuffer(buffer, dtype=t.dtype, offset=1).view(t.shape)
 
 
+@pytest.mark.usefixtures("either_mode")
 @every_isa
 @pytest.mark.parametrize("name", STORED)
 def test_misaligned_weights(isa, name):
@@ -166,6 +168,7 @@ def test_misaligned_weights(isa, name):
         assert bit_equal(run(isa, rows, routing, moved), run(isa, x, routing, weights))
 
 
+@pytest.mark.usefixtures("either_mode")
 @every_isa
 @pytest.mark.parametrize("name", STORED)
 def test_strided_experts_rows_and_tokens(isa, name):
@@ -291,6 +294,7 @@ def first_column(data, name, scales, zeros=None):
     return x, Routing(torch.arange(experts)[:, None], torch.ones(experts, 1)), replace(dense, down=down)
 
 
+@pytest.mark.usefixtures("either_mode")
 @every_isa
 @pytest.mark.parametrize("num_tokens", [1, 40], ids=["decoded in registers", "decoded in a panel"])
 def test_every_code_of_weights_and_scales(isa, num_tokens):

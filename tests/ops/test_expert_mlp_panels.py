@@ -8,16 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, PackedTensor, dequantize
-from moestro.ops.expert_mlp import tuning
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
 
 from . import problems
-from .engines import STRATEGIES, TILED, every_tiled_isa, run, stored_weights
+from .engines import STRATEGIES, every_tiled_isa, run, stored_weights
 from .stored import PACKED, apart
 from .test_expert_mlp_cpu import at_odd_address, first_column, packed_widths
 
@@ -129,26 +127,6 @@ def test_misaligned_weights_and_poison(isa, name):
     others = [0, 1, 2, 4, 6, 7, 8]
     assert bit_equal(y[others], expected[others])
     assert y[3].isnan().all() or (routing.expert_ids[3] < 0).all()
-
-
-def test_few_rows_of_integers_are_left_to_dot_products():
-    """By rows an expert, and only while nothing is forced and PyTorch was not asked for the same bits every time."""
-    if not TILED:
-        pytest.skip("no instruction set of tiles here")
-    weights = stored_weights("int8", problems.Sizes(9, 64, 64, 4, 2), Activation())
-    easy = stored_weights("mxfp4", problems.Sizes(9, 64, 64, 4, 2), Activation())
-
-    def chosen(num_tokens, weights):
-        ids = torch.arange(2).expand(num_tokens, 2)
-        x = torch.randn(num_tokens, 64).bfloat16()
-        return moestro.explain(moestro.expert_mlp, x, Routing(ids, torch.ones(num_tokens, 2)), weights).chosen
-
-    with torch.no_grad():
-        few, many = 2 * tuning.TILE_ROWS - 1, 2 * tuning.TILE_ROWS
-        tiles = f"cpu-{TILED[0].name}"
-        assert chosen(few, weights) == tiles  # tests ask for deterministic algorithms
-        torch.use_deterministic_algorithms(False)
-        assert chosen(many, weights) == chosen(1, easy) == tiles != chosen(few, weights)
 
 
 @every_tiled_isa

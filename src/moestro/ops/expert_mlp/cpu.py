@@ -131,7 +131,7 @@ def run(
     engine.expert_mlp(
         isa.index,
         torch.get_num_threads(),
-        (all_experts, block or TOKEN_BLOCK),
+        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled()),
         (x.shape[0], routing.top_k, weights.num_experts),
         (x.data_ptr(), _FLOATS[x.dtype], x.stride(0)),
         (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),

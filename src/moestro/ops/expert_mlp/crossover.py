@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moestro import settings
-from moestro.formats import WeightFormat
 from moestro.ops.expert_mlp import tuning
 from moestro.ops.native import Isa
 from moestro.types import Routing
@@ -24,9 +23,7 @@ def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str
     if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
         return None
     rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
-    formats = (weights.gate_up.format, weights.down.format)
-    many = _many(isa, x, rows, weights) if rows > min(tuning.BFLOAT16_ROWS, tuning.WIDE_ROWS) else None
-    return many or (_few(rows, formats) if isa.multiplies_bfloat16 else None)
+    return _many(isa, x, rows, weights) if rows > min(tuning.BFLOAT16_ROWS, tuning.WIDE_ROWS) else None
 
 
 def _many(isa: Isa, x: Tensor, rows: float, weights: ExpertWeights) -> str | None:
@@ -48,14 +45,3 @@ def _many(isa: Isa, x: Tensor, rows: float, weights: ExpertWeights) -> str | Non
             f"more than {tuning.WIDE_COLUMNS} columns ({columns}); {_ANYWAY}"
         )
     return None
-
-
-def _few(rows: float, formats: tuple[WeightFormat, ...]) -> str | None:
-    """Few rows do not pay for decoding weights into tiles; e8m0 scales and e4m3 elements take next to nothing."""
-    slow = [form.name for form in formats if form.element in ("int8", "int4", "uint4") or form.name == "nvfp4"]
-    if not slow or rows >= tuning.TILE_ROWS:
-        return None
-    return (
-        f"weights of {slow[0]} are put into tiles first, which pays from {tuning.TILE_ROWS} rows an expert on "
-        f"({rows:.1f} here); {_ANYWAY}"
-    )

@@ -25,9 +25,6 @@ BFLOAT16_ROWS = 8
 WIDE_COLUMNS, WIDE_ROWS = 8192, 48
 """Columns and mean rows per expert beyond both of which PyTorch's float32 and bfloat16 matmuls outrun the engine."""
 
-TILE_ROWS = 3
-"""Mean rows per expert from which integers and nvfp4 are worth decoding into tiles of bfloat16."""
-
 SMALL_BYTES = 1 << 20
 """Expert matrices up to this size cost less to multiply than to call for one by one."""
 

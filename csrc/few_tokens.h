@@ -1,0 +1,140 @@
+// Few tokens and packed weights: elements are multiplied as they are stored, and the sum of each group by its scale, so a
+// scale costs one multiplication a group. Included by kernels.h, whose other ways multiply scales into elements.
+#pragma once
+
+namespace MOESTRO_ISA {
+
+// One block of nibbles of a row and M tokens: adds the products of the elements, eight vectors, to t, in two sums.
+template <int M, int J, class Values>
+MOESTRO_INLINE void eight_products(const Values& values, I words, const float* const (&x)[M], F (&t)[2][M]) {
+    if constexpr (J < 8) {
+        const F w = nibble<J>(values, words);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; ++i) t[J % 2][i] = fma(w, load(x[i] + J * W), t[J % 2][i]);
+        eight_products<M, J + 1>(values, words, x, t);
+    }
+}
+
+template <Element E, int M>
+static void few_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* tokens, float* out) {
+    const auto values = values_of<E>();
+    const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : round_up(columns, kBlock);
+    const Spread by = spread_of(group);
+    int shift = 0;
+    while ((int64_t{1} << shift) < group) ++shift;
+    F sum[kRows][M];
+    const float* x[M];
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) {
+        x[t] = tokens[t];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
+    }
+    for (int64_t k = 0; k < columns; k += kBlock) {
+        F all[M];  // what a zero point is multiplied by
+        if constexpr (E == Element::u4) {
+            for (int t = 0; t < M; ++t) {
+                all[t] = load(x[t]);
+                for (int j = 1; j < 8; ++j) all[t] = all[t] + load(x[t] + j * W);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+            const uint8_t* from = rows.data[r] + k / 2;
+            alignas(64) uint8_t padded[kBlock / 2];
+            if (rows.next[0]) prefetch(rows.next[r] + k / 2);
+            if (k + kBlock > columns) {
+                std::memset(padded, 0, sizeof padded);
+                std::memcpy(padded, from, static_cast<size_t>(columns - k) / 2);
+                from = padded;
+            }
+            F t[2][M];
+#pragma GCC unroll 8
+            for (int i = 0; i < M; ++i) t[0][i] = t[1][i] = zero();
+            eight_products<M, 0>(values, load_words(from), x, t);
+            const F s = spread(scales[r] + (k >> shift), by);
+#pragma GCC unroll 8
+            for (int i = 0; i < M; ++i) {
+                F each = t[0][i] + t[1][i];
+                if constexpr (E == Element::u4) each = each - spread(zeros[r] + (k >> shift), by) * all[i];
+                sum[r][i] = fma(each, s, sum[r][i]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < M; ++t) x[t] += kBlock;
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
+}
+
+// Two vectors of 8-bit elements of a row.
+template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
+    if constexpr (E == Element::e4m3) return load_two_e4m3_but_nan(p);
+    else return {load_i8(p), load_i8(p + W)};
+}
+
+template <Element E, int M>
+static void few_bytes(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
+    const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : columns;
+    const bool one_group = group >= columns;
+    F sum[kRows][M], all[kRows][M];
+    NanOfE4m3 nan;
+    const auto each = [&](auto step) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int t = 0; t < M; ++t) step(r, t);
+        }
+    };
+    each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = all[r][t] = zero(); });
+    for (int64_t start = 0, g = 0; start < columns; start += group, ++g) {
+        const int64_t stop = start + group < columns ? start + group : columns;
+        each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = zero(); });
+        int64_t k = start;
+        for (; k + 64 <= stop; k += 64) {
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                const uint8_t* from = rows.data[r] + k;
+                if (rows.next[0]) prefetch(rows.next[r] + k);
+                if constexpr (E == Element::e4m3) nan.see(from);
+#pragma GCC unroll 8
+                for (int u = 0; u < 64; u += 2 * W) {
+                    const Two w = two_of<E>(from + u);
+#pragma GCC unroll 8
+                    for (int t = 0; t < M; ++t) {
+                        sum[r][t] = fma(w.first, load(x[t] + k + u), sum[r][t]);
+                        sum[r][t] = fma(w.second, load(x[t] + k + u + W), sum[r][t]);
+                    }
+                }
+            }
+        }
+        for (; k < stop; k += W) {
+            const int64_t n = stop - k < W ? stop - k : W;
+            each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = fma(load_some<E>(rows.data[r] + k, n), load(x[t] + k), sum[r][t]); });
+        }
+        if (one_group) break;
+        each([&](int r, int t) __attribute__((always_inline)) { all[r][t] = fma(sum[r][t], set1(scales[r][g]), all[r][t]); });
+    }
+    if (E == Element::e4m3 && nan.seen()) return dots<E, M>(rows, scales, zeros, x, out);
+    if (!one_group) each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = all[r][t]; });
+#pragma GCC unroll 8
+    for (int t = 0; t < M; ++t) {
+        sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
+        for (int r = 0; r < kRows && one_group; ++r) out[kRows * t + r] *= scales[r][0];
+    }
+}
+
+template <Element E, int M> static void fill_few(Dots* table) {
+    if constexpr (moestro::is_nibble(E)) table[M] = few_nibbles<E, M>;
+    else table[M] = few_bytes<E, M>;
+    if constexpr (M > 1) fill_few<E, M - 1>(table);
+}
+template <Element E>
+static void few_tokens(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
+    Dots table[kDirectTokens + 1];
+    fill_few<E, kDirectTokens>(table);
+    if (m > 0 && rows.columns > 0) return table[m](rows, scales, zeros, x, out);
+    for (int64_t i = 0; i < kRows * m; ++i) out[i] = 0.0f;
+}
+
+}  // namespace MOESTRO_ISA
