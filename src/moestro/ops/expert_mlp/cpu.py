@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import contextvars
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import overload
 
@@ -22,6 +24,7 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid"
 _NONE = (0, 0, 0)
 _MOST_SLOTS = 256
 _MOST_ROUNDED_COLUMNS = 1 << 17
+_PIECES = contextvars.ContextVar("pieces", default=0)
 TOKEN_BLOCK = 96
 """Token rows that meet a range of weights before the next rows do; "blockwise-N" sets fewer."""
 
@@ -131,7 +134,7 @@ def run(
     engine.expert_mlp(
         isa.index,
         torch.get_num_threads(),
-        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled()),
+        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled(), _PIECES.get()),
         (x.shape[0], routing.top_k, weights.num_experts),
         (x.data_ptr(), _FLOATS[x.dtype], x.stride(0)),
         (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),
@@ -143,6 +146,19 @@ def run(
         weights.row_format == "int8",
     )
     return out
+
+
+@contextlib.contextmanager
+def cut_into(pieces: int) -> Iterator[None]:
+    """Inside, each projection of an expert is cut into this many ranges of rows for the threads, 0: by its cost.
+
+    With 1 work is split along experts alone. It is how the benchmark of splits asks for each of them.
+    """
+    token = _PIECES.set(pieces)
+    try:
+        yield
+    finally:
+        _PIECES.reset(token)
 
 
 def _activation(a: Activation) -> tuple[int, bool, bool, bool, float, float, float]:
