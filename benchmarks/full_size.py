@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engines import Clock, memory
+
 import moestro
 import moestro.hf
 
@@ -19,24 +21,9 @@ LONG = "import os, sys, re, json, math\nclass Queue:\n    def __init__(self, ite
 RUNS = (("short prompt", SHORT, 32), ("long prompt", LONG, 16), ("long prompt", LONG, 16), ("short prompt", SHORT, 32))
 
 
-class Clock:
-    """Transformers' streamer, for the times at which tokens came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: object) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def memory() -> str:
+def held() -> str:
     """What this process holds now, and the most it has held, in GB (Linux)."""
-    lines = (line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    kib = {name: int(value.split()[0]) for name, value in lines if name in ("VmHWM", "VmRSS", "RssAnon")}
-    gb = {name: value * 1024 / 1e9 for name, value in kib.items()}
+    gb = {name: value / 1e9 for name, value in memory().items()}
     return f"resident {gb['VmRSS']:.2f} GB (not of files {gb['RssAnon']:.2f}), at most {gb['VmHWM']:.2f}"
 
 
@@ -52,7 +39,7 @@ def main() -> None:
     start = time.perf_counter()
     model: Any = moestro.load(folder)
     seconds = time.perf_counter() - start
-    print(f"loaded in {seconds:.1f} s, experts {moestro.hf.served(model)[0].layout}; {memory()}", flush=True)
+    print(f"loaded in {seconds:.1f} s, experts {moestro.hf.served(model)[0].layout}; {held()}", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, text, count in RUNS:
         clock, inputs = Clock(), tokenizer(text, return_tensors="pt")
@@ -60,7 +47,7 @@ def main() -> None:
         model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock)
         first, speed = clock.times[1] - start, (count - 1) / (clock.times[-1] - clock.times[1])
         length = inputs["input_ids"].shape[1]
-        print(f"{name} of {length} tokens: first token after {first:.1f} s, then {speed:.1f} a second; {memory()}")
+        print(f"{name} of {length} tokens: first token after {first:.1f} s, then {speed:.1f} a second; {held()}")
 
 
 if __name__ == "__main__":

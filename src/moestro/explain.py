@@ -78,7 +78,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
 
     Args:
         operation: `moestro.expert_mlp`, `moestro.topk`, `moestro.group_by_expert`,
-            `moestro.ops.projection.projection`, or an `Experts` or `MoE` module.
+            `moestro.ops.projection.projection`, or an `Experts` or `MoE` module, or a linear module that
+            `moestro.accelerate(model, projections=True)` serves.
         arguments: what the call would be given; a module's forward arguments for a module (its router is run).
 
     Raises:
@@ -93,6 +94,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
     if isinstance(operation, Experts):
         x, routing = _arguments("Experts", arguments, 2, 2)
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
+    if hasattr(operation, "explained"):
+        return explain(*operation.explained(*_arguments(type(operation).__name__, arguments, 1, 1)))
     name = _NAMES.get(operation)
     if name == "projection" and len(arguments) == 2:
         arguments = (*arguments, None)

@@ -125,6 +125,23 @@ def test_activations_of_eight_bits(model_folder: Path) -> None:
     refused(run(*options[:-1], "int4", "--format", "int8"), '"float" or "int8"')
 
 
+def test_projections_by_the_engine(model_folder: Path) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "3", "--dtype", "bfloat16")
+    plain, found = as_json(*options), as_json(*options, "--projections")
+    assert plain["projections"] == {}
+    ((name, count),) = found["projections"].items()
+    assert count == 2 * 4 + 1  # q, k, v and o of each layer, and the head; routers are parameters
+    if any(isa.runs_here for isa in ISAS):
+        assert name.startswith("cpu-")
+    assert run(*options, "--projections").stderr.endswith(f"; bfloat16; {count} projections by {name}\n")
+    stored = as_json(*options, "--projections", "--format", "int8")
+    assert (stored["projections"], stored["stored_experts"]) == (found["projections"], ["int8, in memory"])
+    with moestro.use(implementation="reference"):
+        assert as_json(*options, "--projections")["projections"] == {"reference": count}
+    refused(run(*options[:-1], "float32", "--projections"), "linear modules have float32")
+    refused(run(*options[:-1], "float32", "--projections", "--format", "int8"), "linear modules have float32")
+
+
 def test_experts_beyond_half_of_the_free_memory_are_mapped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moestro.hf.text_model.available_bytes", lambda: 1000)
     found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import moestro
+from hf.checkpoints import logits
 from hf.models import built, snapshot
-from moestro.errors import UnsupportedError
-from moestro.hf import zoo
+from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.hf import MoestroConfig, served, served_projections, zoo
 from moestro.hf.coverage import relative_error
 from moestro.hf.dense import Projection
 from moestro.ops import native
@@ -78,3 +82,66 @@ def test_a_forced_engine_serves_them_or_says_why():
         assert served(x).shape == (3, 10)
     with moestro.use(implementation="cpu-portable"), pytest.raises(UnsupportedError, match="gradients"):
         served(x.requires_grad_())
+
+
+def counted(model):
+    return len(served_projections(model))
+
+
+@pytest.mark.parametrize("like", ["gpt-oss-20b", "qwen3-30b-a3b-fp8"])
+def test_load_serves_them_and_no_checkpoint_has_it(made, like, tmp_path):
+    plain = moestro.load(made.folder(like))
+    model = moestro.load(made.folder(like), projections=True)
+    names = {name for name, module in plain.named_modules() if type(module) is nn.Linear}
+    assert served_projections(model).keys() == names != set()
+    assert counted(plain) == 0
+    assert [layer.layout for layer in served(model)] == [layer.layout for layer in served(plain)]
+    assert float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 2e-2
+    model.save_pretrained(tmp_path)
+    assert "projections" not in json.loads((tmp_path / "config.json").read_text()).get("quantization_config", {})
+    assert counted(moestro.load(tmp_path)) == 0
+    again = moestro.load(tmp_path, projections=True)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_configuration_asks_for_them_and_load_has_the_last_word(made):
+    folder, config = made.folder("qwen3-30b-a3b"), MoestroConfig("int8", activation="int8", projections=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert counted(model) > 0
+    same = moestro.load(folder, config)
+    assert counted(same) == counted(model)
+    assert [layer.layout for layer in served(same)] == ["int8, in memory, rows as int8"] * len(served(model))
+    other = moestro.load(folder, config, activation="float", projections=False)
+    assert counted(other) == 0
+    assert {layer.layout for layer in served(other)} == {"int8, in memory"}
+    assert (config.projections, config.activation) == (True, "int8")
+
+
+def test_load_takes_searches_and_overrides_in_a_configuration(made):
+    folder = made.wide()
+    config = MoestroConfig("mxfp4", search="mse", overrides={"*.layers.0.*": "int8"})
+    model = moestro.load(folder, config)
+    assert [layer.layout for layer in served(model)] == ["int8, in memory", "mxfp4, in memory"]
+    nearest = moestro.load(folder, "mxfp4")
+    found, near = (m.model.layers[1].mlp.experts.moestro_store.state_dict() for m in (model, nearest))
+    assert any(not torch.equal(found[name], near[name]) for name in found)
+
+
+def test_explain_says_who_runs_one(made):
+    model = moestro.load(made.folder("qwen3-30b-a3b"), projections=True)
+    head = served_projections(model)["lm_head"]
+    with torch.no_grad():
+        found = moestro.explain(head, torch.zeros(1, 2, head.in_features, dtype=torch.bfloat16))
+        assert (found.operation, found.chosen is not None) == ("projection", True)
+        assert native.module is None or found.chosen.startswith("cpu-")
+        with pytest.raises(InvalidInputError, match="arguments for Projection"):
+            moestro.explain(head)
+
+
+def test_where_there_is_nothing_to_serve_nothing_changes(made):
+    model = built("qwen3_moe")
+    with pytest.raises(UnsupportedError, match=r"\[accelerate\].*linear modules have float32.*bfloat16 or float16"):
+        moestro.accelerate(model, projections=True)
+    assert served(model) == []
+    with pytest.raises(UnsupportedError, match=r"\[load\].*linear modules have float32"):
+        moestro.load(made.folder("qwen3-30b-a3b"), dtype="float32", projections=True)

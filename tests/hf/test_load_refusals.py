@@ -305,7 +305,7 @@ def test_families_whose_experts_cannot_be_stored(architecture, tmp_path):
     [
         ({"format": "int4-g128"}, "multiple of 128"),
         ({"format": "nvfp5"}, "nvfp4"),
-        ({"format": "int8", "search": "best"}, "nearest, mse"),
+        ({"projections": "int8"}, "True or False"),
         ({"dtype": "mxfp4"}, "dtype='mxfp4'"),
         ({"dtype": torch.float8_e4m3fn}, "float32, bfloat16"),
         ({"dtype": torch.int8}, "float32, bfloat16"),
@@ -328,7 +328,7 @@ def test_layers_left_on_disk(made):
 
 
 def test_a_search_without_a_format(made):
-    refused(made.folder("qwen3-30b-a3b"), "search='mse' without a format", search="mse")
+    refused(made.folder("qwen3-30b-a3b"), "search='mse' without a format", format=MoestroConfig(search="mse"))
 
 
 def test_a_format_for_what_is_no_expert(made):

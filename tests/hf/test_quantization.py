@@ -311,6 +311,7 @@ def test_what_a_configuration_says_of_itself():
         "search": "mse",
         "overrides": {"*down_proj": "int8"},
         "activation": "float",
+        "projections": False,
         "rest": None,
     }
     assert MoestroConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
@@ -334,6 +335,7 @@ def test_the_sizes_are_the_formats(made, saved):
     [
         ({"format": "q4_k"}, "mxfp4"),
         ({"format": "int8", "search": "best"}, "nearest, mse"),
+        ({"projections": "int8"}, "True or False"),
         ({"format": "int8", "overrides": {"*": "int5"}}, "int8"),
     ],
     ids=str,

@@ -1,8 +1,9 @@
 // Runs the engine by itself over many shapes, formats, instruction sets and numbers of threads, for builds with
 // sanitizers: every array is an allocation of its own of exactly the bytes that a call may touch, and the team is made of
-// ordinary threads, which ThreadSanitizer can follow. Fails if bits depend on the threads or the strategy. Links the
-// engine without team.cpp and bindings.cpp; docs/log.md has the command.
+// ordinary threads, which ThreadSanitizer can follow. Fails if bits depend on the threads or the strategy, or a routing is
+// not what its definition says. Links the engine without team.cpp and bindings.cpp; docs/log.md has the command.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "routing.h"
 #include "team.h"
 
 namespace moestro {
@@ -122,6 +124,102 @@ bool same_bits(const Isa& isa) {
     return true;
 }
 
+// One projection with one thread, and then its last tokens with several; whether they have the same bits.
+bool same_projection(const Isa& isa) {
+    if (!isa.tiles && !isa.four_rows) return true;
+    const auto dtype = isa.tiles ? Element::bf16 : static_cast<Element>(generator() % 3);
+    const int64_t W = isa.lanes, size = dtype == Element::f32 ? 4 : 2;
+    const int64_t rows = among({1, 2, 15, 16, 17, 31, 33, 65, 200, 417}), columns = among({1, 3, 7, W - 1, W, W + 1, 33, 8 * W + 2, 150, 1000});
+    const int64_t tokens = among({1, 2, 5, 17, 97, 200});
+    Bytes x(tokens * columns * size), weights(rows * columns * size), bias(rows * size), expected(tokens * rows * size);
+    ProjectionCall call;
+    call.num_tokens = tokens;
+    call.x = {x.data.get(), dtype, columns};
+    call.weights.element = dtype, call.weights.rows = rows, call.weights.columns = columns;
+    call.weights.group_columns = 0, call.weights.row_stride = columns * size, call.weights.base.data = weights.data.get();
+    if (generator() % 2) call.bias = {bias.data.get(), dtype, 0};
+    call.out = expected.data.get(), call.out_dtype = dtype;
+    project(isa, call);
+    for (const int threads : {1, 2, 5})
+        for (const int64_t last : {int64_t{1}, std::min<int64_t>(tokens, 3), tokens}) {
+            Bytes out(last * rows * size);
+            call.num_threads = threads, call.num_tokens = last, call.out = out.data.get();
+            call.x.data = x.data.get() + (tokens - last) * columns * size;
+            project(isa, call);
+            if (std::memcmp(out.data.get(), expected.data.get() + (tokens - last) * rows * size, last * rows * size) != 0) return false;
+        }
+    return true;
+}
+
+// The largest scores, the larger index first among equal ones; in every dtype, by a sort of all of them.
+bool right_topk() {
+    const auto dtype = static_cast<Real>(generator() % 4);
+    const int64_t size = dtype == Real::f64 ? 8 : dtype == Real::f32 ? 4 : 2;
+    const int64_t tokens = among({1, 2, 7, 300}), experts = among({1, 2, 3, 15, 16, 17, 64, 100, 256, 513}), stride = experts + among({0, 5});
+    const int64_t k = 1 + static_cast<int64_t>(generator() % std::min<int64_t>(experts, 12)), last = (tokens - 1) * stride + experts;
+    Bytes scores(last * size);
+    std::vector<double> values(static_cast<size_t>(last));
+    for (int64_t i = 0; i < last; ++i) {  // whole numbers up to 31 have the same value in every dtype
+        const double value = values[i] = static_cast<double>(generator() % 63) - 31;
+        const auto narrow = static_cast<float>(value);
+        uint32_t bits;
+        std::memcpy(&bits, &narrow, 4);
+        const auto bf16 = static_cast<uint16_t>(bits >> 16);
+        const auto f16 = static_cast<uint16_t>(value == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023));
+        uint8_t* to = scores.data.get() + i * size;
+        std::memcpy(to, dtype == Real::f64 ? static_cast<const void*>(&value) : dtype == Real::f32 ? static_cast<const void*>(&narrow) : dtype == Real::f16 ? static_cast<const void*>(&f16) : &bf16, size);
+    }
+    for (const int threads : {1, 2, 5}) {
+        std::unique_ptr<int64_t[]> found(new int64_t[tokens * k]);
+        if (!topk({scores.data.get(), dtype, tokens, experts, stride}, k, found.get(), threads)) return false;
+        for (int64_t t = 0; t < tokens; ++t) {
+            std::vector<int64_t> order(static_cast<size_t>(experts));
+            for (int64_t e = 0; e < experts; ++e) order[e] = e;
+            const double* row = values.data() + t * stride;
+            std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row[a] != row[b] ? row[a] > row[b] : a > b; });
+            if (!std::equal(order.begin(), order.begin() + k, found.get() + t * k)) return false;
+        }
+    }
+    return true;
+}
+
+// A router's choice on any number of threads, and what grouping and blocks make of it.
+bool right_routing() {
+    const int64_t tokens = among({1, 2, 7, 300}), experts = among({4, 16, 64, 256}), groups = among({1, 2, 4});
+    Router router;
+    router.score = static_cast<Score>(generator() % 2), router.select_on_logits = generator() % 2, router.renormalize = generator() % 2;
+    router.groups = {groups, std::max<int64_t>(groups / 2, 1), 2, 0.0f};
+    router.top_k = 1 + static_cast<int64_t>(generator() % 2);
+    std::unique_ptr<float[]> logits(new float[tokens * experts]), correction(new float[experts]);
+    for (int64_t i = 0; i < tokens * experts; ++i) logits[i] = static_cast<float>(generator() % 1000) / 100 - 5;
+    for (int64_t e = 0; e < experts; ++e) correction[e] = static_cast<float>(generator() % 10) / 100;
+    if (generator() % 2) router.correction = correction.get();
+    const int64_t count = tokens * router.top_k;
+    std::unique_ptr<int64_t[]> ids(new int64_t[count]), again(new int64_t[count]);
+    std::unique_ptr<float[]> weights(new float[count]), others(new float[count]);
+    const Scores scores{logits.get(), Real::f32, tokens, experts, experts};
+    if (!route(scores, router, ids.get(), weights.get(), 1) || !route(scores, router, again.get(), others.get(), 5)) return false;
+    if (!std::equal(ids.get(), ids.get() + count, again.get()) || std::memcmp(weights.get(), others.get(), count * 4) != 0) return false;
+    for (int64_t i = 0; i < count; i += 3) ids[i] = -1;
+    const Slots slots{ids.get(), true, tokens, router.top_k, experts};
+    if (!fits(slots, weights.get())) return false;
+    for (const int threads : {1, 5}) {
+        std::unique_ptr<int64_t[]> token_ids(new int64_t[count]), places(new int64_t[count]), offsets(new int64_t[experts + 1]), inverse(new int64_t[count]);
+        if (!group(slots, {token_ids.get(), places.get(), offsets.get(), inverse.get()}, threads)) return false;
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t at = inverse[i], id = ids[i];
+            if (token_ids[at] != i / router.top_k || places[at] != i % router.top_k) return false;
+            if (id < 0 ? at < offsets[experts] : at < offsets[id] || at >= offsets[id + 1]) return false;
+        }
+    }
+    const int64_t size = among({1, 16}), blocks = count / size + experts;
+    std::unique_ptr<int64_t[]> owners(new int64_t[blocks]), pairs(new int64_t[blocks * size]), cells(new int64_t[count]), counts(new int64_t[experts]);
+    if (!schedule(slots, {blocks, size, owners.get(), pairs.get(), cells.get(), counts.get()})) return false;
+    for (int64_t i = 0; i < count; ++i)
+        if (ids[i] < 0 ? cells[i] != -1 : pairs[cells[i]] != i || owners[cells[i] / size] != ids[i]) return false;
+    return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -129,11 +227,17 @@ int main(int argc, char** argv) {
     for (int i = 0; i < kNumIsas; ++i) {
         if (!kIsas[i]->runs_here()) continue;
         for (int r = 0; r < rounds; ++r)
-            if (!same_bits(*kIsas[i])) {
+            if (!same_bits(*kIsas[i]) || !same_projection(*kIsas[i])) {
                 std::printf("%s: bits differ in round %d\n", kIsas[i]->name, r);
                 return 1;
             }
-        std::printf("%s: %d layers\n", kIsas[i]->name, rounds);
+        std::printf("%s: %d layers and projections\n", kIsas[i]->name, rounds);
     }
+    for (int r = 0; r < rounds; ++r)
+        if (!right_topk() || !right_routing()) {
+            std::printf("routing: wrong in round %d\n", r);
+            return 1;
+        }
+    std::printf("%d routings\n", rounds);
     return 0;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,7 @@ def generate(
     activation: Annotated[
         str, typer.Option(help="float, or int8 to round what meets the experts and multiply integers.")
     ] = "float",
+    projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
@@ -64,18 +66,16 @@ def generate(
         )
         library.check_prompt(prompt)
         with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
-            request = (prompt, sampling, chat)
-            check = partial(library.check_length, request=request)
-            how = MoestroConfig(format, activation=activation)  # type: ignore[arg-type]
+            check = partial(library.check_length, request=(prompt, sampling, chat))
+            how = MoestroConfig(format, activation=activation, projections=projections)  # type: ignore[arg-type]
             text_model = load_text_model(model, dtype, device, strategy, check, how)
             library.check(text_model, prompt, sampling, chat)
+            if not chat and not as_json:
+                _write(prompt)
+            found = library.generate(text_model, prompt, sampling, None if as_json else _write, chat)
             if as_json:
-                found = library.generate(text_model, prompt, sampling, chat=chat)
                 typer.echo(json.dumps(report(text_model, prompt, found)))
                 return
-            if not chat:
-                _write(prompt)
-            found = library.generate(text_model, prompt, sampling, _write, chat)
     _write("\n")
     typer.secho(summary(text_model, found), err=True, dim=True)
 
@@ -94,7 +94,8 @@ def summary(text_model: TextModel, found: Generation) -> str:
         f"{text_model.name}: {len(text_model.served)} expert layers served; prompt by {_names(found.prompt_ran)}"
         + (f", generation by {_names(found.new_ran)}" if found.new_ran else "")
         + f"; {_dtype(text_model)}"
-        + "".join(f"; experts {layout}" for layout in _stored(text_model)),
+        + "".join(f"; experts {layout}" for layout in _stored(text_model))
+        + "".join(f"; {count} projections by {name}" for name, count in _projections(text_model).items()),
     ]
     return "\n".join(lines)
 
@@ -106,6 +107,17 @@ def _names(ran: tuple[Ran, ...]) -> str:
 def _stored(text_model: TextModel) -> list[str]:
     """How experts lie that are kept as a checkpoint stores them: "mxfp4, memory-mapped"."""
     return sorted({layer.layout for layer in text_model.served if layer.stored})
+
+
+def _projections(text_model: TextModel) -> dict[str, int]:
+    """How many linear modules each implementation serves where one token comes, as in generation."""
+    import torch
+
+    from moestro.hf import served_projections
+
+    with torch.no_grad():
+        rows = [(p, p.weight.new_empty(1, p.in_features)) for p in served_projections(text_model.model).values()]
+        return dict(Counter(str(moestro.explain(projection, row).chosen) for projection, row in rows))
 
 
 def _dtype(text_model: TextModel) -> str:
@@ -133,6 +145,7 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "expert_layers": len(text_model.served),
         "dtype": _dtype(text_model),
         "stored_experts": _stored(text_model),
+        "projections": _projections(text_model),
         "device": str(text_model.model.device),
         "threads": torch.get_num_threads(),
         "versions": {

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moestro.hf import seams
 from moestro.hf.accelerate import Served, accelerate, served
+from moestro.hf.dense import served_projections
 from moestro.hf.experts import serve
 from moestro.hf.load import load
 from moestro.hf.low_precision import serve_fp8
@@ -25,4 +26,4 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve)
 ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve_fp8)
 seams.register()
 
-__all__ = ["IMPLEMENTATION", "MoestroConfig", "Served", "accelerate", "load", "serve", "served"]
+__all__ = ["IMPLEMENTATION", "MoestroConfig", "Served", "accelerate", "load", "serve", "served", "served_projections"]

@@ -14,7 +14,7 @@ from torch import nn
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
-from moestro.hf.dense import serve_projections
+from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import Adapter, present
@@ -88,12 +88,15 @@ def accelerate(
         The same model.
 
     Raises:
-        InvalidInputError: an unknown strategy or activation.
+        InvalidInputError: an unknown strategy or activation, or projections that are neither True nor False.
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer. An
-            activation of int8 where experts are not stored as integers.
+            activation of int8 where experts are not stored as integers. Projections where no linear module has 16 bits.
     """
     parse_strategy(strategy, "accelerate")
+    check_choice(projections, "accelerate")
     found = find(model)
+    if projections:
+        check_projections(model, "accelerate")
     stores = _stores_for(found, activation)
     fresh = [layer for layer in found if stored_in(layer.module) is None]
     for layer in fresh:

@@ -21,11 +21,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def load(
     path_or_id: str | Path,
-    format: str | None = None,
+    format: str | MoestroConfig | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    search: str = "nearest",
-    activation: RowFormat = "float",
+    activation: RowFormat | None = None,
+    projections: bool | None = None,
 ) -> PreTrainedModel:
     """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
 
@@ -35,31 +35,27 @@ def load(
     Args:
         path_or_id: a folder written by save_pretrained or in its publisher's layout, or a hub id.
         format: quantise experts to this format while they are read (`moestro.formats.FORMATS` lists the names); None
-            leaves them as they are stored.
+            leaves them as they are stored. A `MoestroConfig` says that and more: how scales are searched for, and
+            formats by layer and by projection.
         dtype: of all other weights and of the activations ("float32", torch.bfloat16, ...); the checkpoint's if None.
             FP8 weights outside the experts become this dtype.
         device: where the model goes; the CPU if None.
-        search: how the scales of a `format` are chosen: "nearest", or "mse" for the least squared error.
         activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
-            experts in int8, int4, mxfp4, nvfp4 or fp4. It is not saved.
+            experts in int8, int4, mxfp4, nvfp4 or fp4. It is not saved. None for what `format` says, else "float".
+        projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine,
+            as `accelerate` does. It is not saved. None for what `format` says, else False.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
 
     Raises:
-        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format, search or
+        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or
             activation, or a format that cannot store the experts' shapes; a dtype that no weights can have, or a device
             that is not there; weights that are no safetensors files; too little memory.
-        UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, or an
-            activation of int8 for experts that are no integers.
+        UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, an
+            activation of int8 for experts that are no integers, or projections where no linear module has 16 bits.
     """
-    if search != "nearest" and format is None:
-        raise invalid_input(
-            OPERATION,
-            got=f"search={search!r} without a format",
-            needs="a format whose scales are to be chosen",
-            fix="Name one, or leave search out.",
-        )
+    wanted = _asked(format, activation, projections)
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
@@ -67,8 +63,8 @@ def load(
         open_checkpoint(Path(source))  # damage is found here, before Transformers looks at the files
     config = read_config(source, OPERATION)
     quantization = take_quantization(config)
-    own = MoestroConfig(**{"format": format, "search": search, **_kept(format, quantization)})
-    own.source, own.complete, own.activation = quantization, True, activation
+    own = _with_kept(wanted, quantization)
+    own.source, own.complete = quantization, True
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, fitting(OPERATION, source):
         model, report = model_class(config).from_pretrained(
@@ -77,6 +73,26 @@ def load(
     _check_complete(path_or_id, report)
     with fitting(OPERATION, source):
         return model if place is None else model.to(place)
+
+
+def _asked(format: str | MoestroConfig | None, activation: RowFormat | None, projections: bool | None) -> MoestroConfig:
+    """All that was asked for, as one configuration of its own."""
+    given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
+    if given.search != "nearest" and given.changes_nothing:
+        raise invalid_input(
+            OPERATION,
+            got=f"search={given.search!r} without a format",
+            needs="a format whose scales are to be chosen",
+            fix="Name one, or leave search out.",
+        )
+    return MoestroConfig(
+        given.format,
+        given.search,
+        given.overrides,
+        given.rest,
+        given.activation if activation is None else activation,
+        given.projections if projections is None else projections,
+    )
 
 
 def _check_dtype(dtype: torch.dtype | str | None) -> None:
@@ -101,11 +117,13 @@ def _check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
         )
 
 
-def _kept(format: str | None, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    """What a new configuration takes over from the checkpoint's."""
+def _with_kept(wanted: MoestroConfig, quantization: dict[str, Any] | None) -> MoestroConfig:
+    """What was asked for, and what the checkpoint's own configuration says of the rest."""
     if quantization is None:
-        return {}
+        return wanted
     if quantization.get("quant_method") != METHOD:
-        return {"rest": quantization}
-    names = ("rest",) if format is not None else ("rest", "format", "overrides", "search")
-    return {name: quantization[name] for name in names if quantization.get(name) is not None}
+        wanted.rest = quantization
+        return wanted
+    names = ("format", "search", "overrides") if wanted.changes_nothing else ()
+    kept = {name: quantization[name] for name in ("rest", *names) if quantization.get(name) is not None}
+    return MoestroConfig(**{**wanted.to_dict(), **kept})

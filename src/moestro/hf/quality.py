@@ -25,7 +25,7 @@ from moestro.hf.accelerate import find, stored_in
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
 from moestro.hf.load import load
 from moestro.hf.places import find_device
-from moestro.hf.quantization import SEARCHES
+from moestro.hf.quantization import SEARCHES, MoestroConfig
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
 from moestro.hf.text_model import DTYPES, TextSource, find_text_model
@@ -219,8 +219,8 @@ def _load(
     activation: RowFormat = "float",
 ) -> Any:
     """The model with its experts as the variant says, or as the checkpoint has them."""
-    name, search = (None, None) if variant is None else (variant.format, variant.search)
-    return load(source.path, name, dtype, options.device, search or "nearest", activation)
+    how = None if variant is None else MoestroConfig(variant.format, variant.search or "nearest")
+    return load(source.path, how, dtype, options.device, activation)
 
 
 def _stores(model: Any) -> list[ExpertStore]:

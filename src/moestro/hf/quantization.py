@@ -26,6 +26,7 @@ from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
 from moestro.hf.accelerate import Found, replace_forward
+from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.names import NameMap
 from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
@@ -51,9 +52,11 @@ class MoestroConfig(QuantizationConfigMixin):
         rest: the quantisation config of the checkpoint's other layers, where they have one.
         activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers. That
             is how this run computes, and is not saved.
+        projections: also run every `nn.Linear` of 16 bits in the native engine, as `moestro.accelerate` does. It is not
+            saved either.
 
     Raises:
-        InvalidInputError: an unknown format, search or activation.
+        InvalidInputError: an unknown format, search or activation, or projections that are neither True nor False.
     """
 
     def __init__(
@@ -63,9 +66,11 @@ class MoestroConfig(QuantizationConfigMixin):
         overrides: Mapping[str, str] | None = None,
         rest: Mapping[str, Any] | None = None,
         activation: RowFormat = "float",
+        projections: bool = False,
         **_: Any,
     ) -> None:
         check_row_format(activation, (), "MoestroConfig")
+        check_choice(projections, "MoestroConfig")
         if search not in SEARCHES:
             raise invalid_input(
                 "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
@@ -76,6 +81,7 @@ class MoestroConfig(QuantizationConfigMixin):
         self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
         self.rest = None if rest is None else dict(rest)
         self.activation = activation
+        self.projections = projections
 
     @property
     def changes_nothing(self) -> bool:
@@ -95,6 +101,7 @@ class MoestroQuantizer(HfQuantizer):
         self.source = Quantization.of(quantization_config.__dict__.pop("source", own))
         self._complete = quantization_config.__dict__.pop("complete", False)
         self._activation: RowFormat = quantization_config.__dict__.pop("activation", "float")
+        self._projections: bool = quantization_config.__dict__.pop("projections", False)
         # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
         self.pre_quantized = False
 
@@ -116,6 +123,8 @@ class MoestroQuantizer(HfQuantizer):
         self._targets = _targets(self._layers, target)
         config.overrides = _settled(target, self._targets)
         check_row_format(self._activation, self._targets.values(), "load")
+        if self._projections:
+            check_projections(model, "load")
         for layer, stored in self._layers:
             holder: Any = model.get_submodule(stored.path)
             for name in stored.projections.parameters:
@@ -154,6 +163,8 @@ class MoestroQuantizer(HfQuantizer):
             store.set_row_format(self._activation, "load")
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
+        if self._projections:
+            serve_projections(model)
         model.register_load_state_dict_pre_hook(find_in_state)
         del self._layers, self._scaled, self._checkpoint
         if self.quantization_config.changes_nothing and self.source.method != "fp8":

@@ -154,12 +154,8 @@ def load_text_model(
     with readable, fitting(OPERATION, source):
         how = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
         stays = not how.changes_nothing or how.activation != "float" or _stays(found, dtype)
-        loaded = (
-            load(source, how.format, dtype, search=how.search, activation=how.activation)
-            if stays
-            else _weights(source, found.config, dtype)
-        )
-    accelerate(loaded, strategy)
+        loaded = load(source, how, dtype) if stays else _weights(source, found.config, dtype)
+    accelerate(loaded, strategy, projections=how.projections)
     with fitting(OPERATION, source):
         loaded = loaded.to(target).eval()
     return TextModel(found.name, loaded, found.tokenizer, tuple(served(loaded)))

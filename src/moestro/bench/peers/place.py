@@ -40,15 +40,15 @@ def path(file: str) -> Path:
     return place / file
 
 
-def module(name: str) -> Any:
-    """A Python module out of the folder, behind everything that is installed.
+def module(name: str, of: str = "python") -> Any:
+    """A Python module out of a peer's part of the folder, behind everything that is installed.
 
     Raises:
         ImportError: it is not there.
     """
     place = folder()
-    if place is not None and str(place / "python") not in sys.path:
-        sys.path.append(str(place / "python"))
+    if place is not None and str(place / of) not in sys.path:
+        sys.path.append(str(place / of))
     return importlib.import_module(name)
 
 
