@@ -1,63 +1,114 @@
-"""What Triton's kernels need of a machine and of a tensor, or the sentence why it is not there."""
+"""Where Triton's kernels run, or the sentence why not: on NVIDIA GPUs, and where asked for in Triton's interpreter."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moestro import settings
 from moestro.ops import native
 
-NAME = "triton"
-"""What the implementations that launch Triton's kernels are called."""
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: the first with bfloat16 and asynchronous copies."""
+
+IMPLEMENTATION = "triton"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What tuning has to know of a GPU.
+
+    Attributes:
+        capability: (major, minor) of its compute capability.
+        num_sms: its streaming multiprocessors.
+        shared_memory: bytes of shared memory that one program can have.
+    """
+
+    capability: tuple[int, int]
+    num_sms: int
+    shared_memory: int
+
+
+INTERPRETER = Device((8, 0), 4, 99 << 10)
+"""What stands for a device where there is none: kernels of the least that is supported, on few processors."""
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why there are no kernels at all; None if Triton is installed. Does not import it."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install moestro[gpu]"
+    """Why no kernel of Triton can run at all; None if it can be imported."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"Triton is not there ({error}): pip install triton"
     return None
 
 
-@functools.cache
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU and slowly: TRITON_INTERPRET=1 when Triton was imported."""
+    """Whether kernels run in Triton's interpreter, on the CPU."""
     if missing() is not None:
         return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
-def unreadable(tensor: Tensor) -> str | None:
-    """Why kernels cannot read one tensor of numbers where it lies; None if they can.
+def unusable(tensor: Tensor) -> str | None:
+    """Why Triton's kernels cannot run where this tensor lies; None if they can."""
+    kind = tensor.device.type
+    if kind == "cuda":
+        return missing() or _too_old(tensor.device)
+    if kind != "cpu" or settings.current().implementation != IMPLEMENTATION:
+        return f"it computes on NVIDIA GPUs, and its argument is on {kind}"
+    if missing() is None and not interpreted():
+        return "it computes on the CPU in Triton's interpreter only: set TRITON_INTERPRET=1 before Python starts"
+    return missing()
 
-    A tensor on the CPU is read by the interpreter alone, and only where "triton" is forced by name.
-    """
-    if missing() is not None:
-        return missing()
-    if not tensor.is_cuda:
-        reason = _not_interpreted(tensor)
+
+def unreadable(*tensors: Tensor) -> str | None:
+    """Why kernels cannot read these tensors where they lie; None if they can."""
+    for tensor in tensors:
+        reason = unusable(tensor)
         if reason is not None:
             return reason
+        if not native.is_ordinary(tensor):
+            return "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return "it computes no gradients, and a tensor requires one"
     if torch.compiler.is_compiling():
         return "a graph that is traced is to see every operation"
-    if not native.is_ordinary(tensor):
-        return "it reads memory as it is, and its argument is of a subclass or stands for its negative"
+    if forward_ad._current_level >= 0:
+        return "it computes no gradients, and forward-mode differentiation is on"
     if native.is_watched():
         return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
     return None
 
 
-def _not_interpreted(tensor: Tensor) -> str | None:
-    if not tensor.is_cpu:
-        return f"it computes on a CUDA device, and its argument is on {tensor.device.type}"
-    if settings.current().implementation != NAME:
-        return "it computes on a CUDA device, and its argument is on cpu"
-    if not interpreted():
-        return "its argument is on cpu, where kernels run only in Triton's interpreter: set TRITON_INTERPRET=1"
+def device_of(tensor: Tensor) -> Device:
+    """The device that a tensor's kernels run on."""
+    return INTERPRETER if tensor.device.type != "cuda" else _device(tensor.device)
+
+
+@functools.cache
+def _device(device: torch.device) -> Device:
+    found = torch.cuda.get_device_properties(device)
+    capability = (found.major, found.minor)
+    return Device(capability, found.multi_processor_count, shared_memory(capability))
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes that one program can have, after CUDA's table of compute capabilities; the least of it for unknown ones."""
+    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99) << 10
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "its kernels are written for NVIDIA GPUs, and this is one of AMD"
+    capability = _device(device).capability
+    if capability < LEAST_CAPABILITY:
+        least, has = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY, capability))
+        return f"it needs a GPU of compute capability {least} or more, and this one has {has}"
     return None
