@@ -8,6 +8,22 @@ from moestro.errors import invalid_input
 from moestro.ops.grouping.plain import block_bound
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+MOST_EXPERTS = 4096
+"""That the programs of a GPU order rows by."""
+MOST_TILE = 4096
+"""Slots that one of them looks at together, at most."""
+_LEAST_TILE = 128
+_MOST_BINS_TIMES_TILE = 1 << 22  # beyond it programs spill registers (ptxas for sm_80 to sm_90)
+
+
+def launch(num_pairs: int, num_experts: int) -> tuple[int, int, int]:
+    """Bins, tile and warps of the GPU's programs, each of which looks at every slot.
+
+    Bins are a power of two above E. A tile takes all slots at once where it can.
+    """
+    bins = max(1 << num_experts.bit_length(), 32)
+    tile = min(max(1 << max(num_pairs - 1, 0).bit_length(), _LEAST_TILE), MOST_TILE, _MOST_BINS_TIMES_TILE // bins)
+    return bins, tile, min(max(max(bins, tile) // 256, 1), 16)
 
 
 def largest_first(counts: Sequence[int], num_workers: int | None = None) -> list[int]:

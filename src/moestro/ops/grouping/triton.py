@@ -1,0 +1,93 @@
+"""Grouping on a GPU: one launch, static shapes, nothing read back."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moestro.errors import invalid_input
+from moestro.ops.grouping import tuning
+
+_INT32_MAX = 2**31 - 1
+_ALIGNED = 4  # int32 values in 16 bytes: kernels are compiled for pointers that are multiples of 16
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """(token, slot) pairs in expert order and their blocks, as int32 tensors on the device; G is `most_blocks`.
+
+    Attributes:
+        pairs: [T * K], t * K + k of every row, in expert order and stable; from offsets[E] on it is not written.
+        offsets: [E + 1]; rows offsets[e] to offsets[e + 1] belong to expert e.
+        block_expert: [G], in expert order, -1 for blocks without rows, which stand last.
+        block_start: [G], the first row of each block: a block has rows
+            block_start[g] to min(block_start[g] + B, offsets[block_expert[g] + 1]).
+        num_blocks: [1], how many blocks have rows.
+    """
+
+    pairs: Tensor
+    offsets: Tensor
+    block_expert: Tensor
+    block_start: Tensor
+    num_blocks: Tensor
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("moestro.ops.grouping.triton_kernels")
+
+
+def most_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
+    """Blocks that hold rows, at most: min(ceil(R / B) + E - 1, R)."""
+    return min(-(-num_rows // block_size) + num_experts - 1, num_rows)
+
+
+def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
+    """Order the pairs of expert_ids [T, K] by expert and cut each expert's rows into blocks, in one launch.
+
+    Ids outside 0..E-1 are empty slots. The order, and so every bit of the result, depends on the ids alone.
+
+    Raises:
+        InvalidInputError: 2^31 pairs or more.
+    """
+    ids = expert_ids.contiguous()
+    num_pairs = ids.numel()
+    if num_pairs > _INT32_MAX - tuning.MOST_TILE:
+        raise invalid_input(
+            "group_rows",
+            got=f"{num_pairs} (token, slot) pairs",
+            needs=f"at most {_INT32_MAX - tuning.MOST_TILE}, which 32-bit kernels can count",
+            fix="Run the tokens in chunks.",
+        )
+    bound = most_blocks(num_pairs, num_experts, block_size)
+    rows = _allocate((num_pairs, num_experts + 1, bound, bound, 1), ids.device)
+    bins, tile, warps = tuning.launch(num_pairs, num_experts)
+    _kernels().group_kernel[(num_experts,)](
+        ids,
+        rows.pairs,
+        rows.offsets,
+        rows.block_expert,
+        rows.block_start,
+        rows.num_blocks,
+        num_pairs,
+        num_experts,
+        bound,
+        BLOCK=block_size,
+        BINS=bins,
+        TILE=tile,
+        num_warps=warps,
+    )
+    return rows
+
+
+def _allocate(sizes: tuple[int, ...], device: torch.device) -> Rows:
+    """Tensors of these sizes in one allocation, each at a multiple of 16 bytes."""
+    padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    memory = torch.empty(sum(padded), dtype=torch.int32, device=device)
+    parts = memory.split_with_sizes(padded)
+    return Rows(*(part[:size] for part, size in zip(parts, sizes, strict=True)))
