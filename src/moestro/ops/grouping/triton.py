@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
+from moestro.ops import gpu
 from moestro.ops.grouping import tuning
+from moestro.ops.grouping.plain import block_bound
+from moestro.ops.grouping.records import BlockSchedule, Grouping
 
 _INT32_MAX = 2**31 - 1
 _ALIGNED = 4  # int32 values in 16 bytes: kernels are compiled for pointers that are multiples of 16
@@ -22,7 +25,7 @@ class Rows:
     """(token, slot) pairs in expert order and their blocks, as int32 tensors on the device; G is `most_blocks`.
 
     Attributes:
-        pairs: [T * K], t * K + k of every row, in expert order and stable; from offsets[E] on it is not written.
+        pairs: [T * K], t * K + k of every row, in expert order and stable; from offsets[E] on it is undefined.
         offsets: [E + 1]; rows offsets[e] to offsets[e + 1] belong to expert e.
         block_expert: [G], in expert order, -1 for blocks without rows, which stand last.
         block_start: [G], the first row of each block: a block has rows
@@ -67,7 +70,7 @@ def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
     bound = most_blocks(num_pairs, num_experts, block_size)
     rows = _allocate((num_pairs, num_experts + 1, bound, bound, 1), ids.device)
     bins, tile, warps = tuning.launch(num_pairs, num_experts)
-    _kernels().group_kernel[(num_experts,)](
+    _kernels().rows_kernel[(num_experts,)](
         ids,
         rows.pairs,
         rows.offsets,
@@ -83,6 +86,66 @@ def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
         num_warps=warps,
     )
     return rows
+
+
+def supports(expert_ids: Tensor, num_experts: int) -> str | None:
+    """None, or the sentence why these ids cannot be ordered on a GPU."""
+    reason = gpu.unreadable(expert_ids)
+    if reason is not None:
+        return reason
+    if num_experts > tuning.MOST_EXPERTS:
+        return f"it orders by at most {tuning.MOST_EXPERTS} experts, not {num_experts}"
+    looks = expert_ids.numel() * num_experts
+    if looks > tuning.MOST_LOOKS:
+        return f"every expert's program looks at every slot, at most {tuning.MOST_LOOKS} in all, and here are {looks}"
+    return None
+
+
+def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
+    """Order (token, slot) pairs by expert; see `moestro.group_by_expert`."""
+    ids = expert_ids.contiguous()
+    num_pairs = ids.numel()
+    sizes = (num_pairs, num_pairs, num_experts + 1, num_pairs)
+    found = Grouping(*(torch.empty(size, dtype=torch.int64, device=ids.device) for size in sizes))
+    bins, tile, warps = tuning.launch(num_pairs, num_experts)
+    _kernels().order_kernel[(num_experts + 1,)](
+        ids,
+        found.token_ids,
+        found.slots,
+        found.offsets,
+        found.inverse,
+        ids.shape[1],
+        num_pairs,
+        num_experts,
+        BINS=bins,
+        TILE=tile,
+        num_warps=warps,
+    )
+    return found
+
+
+def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSchedule:
+    """Lay the pairs into blocks of one expert each; see `moestro.block_schedule`."""
+    ids = expert_ids.contiguous()
+    num_blocks = block_bound(ids.numel(), num_experts, block_size)
+    sizes = ((num_blocks,), (num_blocks, block_size), tuple(ids.shape), (num_experts,))
+    found = BlockSchedule(*(torch.empty(size, dtype=torch.int64, device=ids.device) for size in sizes))
+    bins, tile, warps = tuning.launch(ids.numel(), num_experts)
+    _kernels().schedule_kernel[(num_experts + 1,)](
+        ids,
+        found.block_experts,
+        found.pair_ids,
+        found.scatter_index,
+        found.counts,
+        ids.numel(),
+        num_experts,
+        num_blocks,
+        block_size,
+        BINS=bins,
+        TILE=tile,
+        num_warps=warps,
+    )
+    return found
 
 
 def _allocate(sizes: tuple[int, ...], device: torch.device) -> Rows:

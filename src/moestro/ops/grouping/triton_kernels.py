@@ -13,16 +13,39 @@ def _slots(ids, start, num_pairs, num_experts, TILE: tl.constexpr):
 
 
 @triton.jit
-def _write_blocks(block_expert, block_start, first, count, offset, expert, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The blocks of one expert: `count` of them from block `first` on, whose rows begin at `offset`."""
+def _begin(ids, e, num_pairs, num_experts, BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr):
+    """Of bin e: its first row, its first block and its count of rows. Slots without an expert are bin num_experts."""
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, num_pairs, TILE):
+        _, expert = _slots(ids, start, num_pairs, num_experts, TILE)
+        counts += tl.histogram(expert, BINS)
+    counts -= tl.where(bins == num_experts, tl.cdiv(num_pairs, TILE) * TILE - num_pairs, 0)  # behind the last slot
+    blocks = (counts + BLOCK - 1) // BLOCK
+    offset = tl.sum(tl.where(bins < e, counts, 0))
+    first = tl.sum(tl.where(bins < e, blocks, 0))
+    return offset, first, tl.sum(tl.where(bins == e, counts, 0))
+
+
+@triton.jit
+def _own(ids, start, e, rank, num_pairs, num_experts, TILE: tl.constexpr):
+    """The slots of bin e in a tile: their places, which they are, their ranks in the bin, and the next tile's first."""
+    place, expert = _slots(ids, start, num_pairs, num_experts, TILE)
+    own = (expert == e) & (place < num_pairs)
+    count = own.to(tl.int32)
+    return place, own, rank + tl.cumsum(count) - 1, rank + tl.sum(count)
+
+
+@triton.jit
+def _fill(out, first, count, value, step, TILE: tl.constexpr):
+    """out[first + i] = value + i * step for i below count."""
     for start in range(0, count, TILE):
         i = start + tl.arange(0, TILE)
-        tl.store(block_expert + first + i, tl.full([TILE], 0, tl.int32) + expert, mask=i < count)
-        tl.store(block_start + first + i, offset + i * BLOCK, mask=i < count)
+        tl.store(out + first + i, value + i * step, mask=i < count)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_bound"])  # one compilation for all of them
-def group_kernel(
+def rows_kernel(
     ids,
     pairs,
     offsets,
@@ -38,29 +61,78 @@ def group_kernel(
 ):
     """Program e: the rows and the blocks of expert e; the last expert's also what lies behind them all.
 
-    BINS is a power of two above num_experts. Slots that name no expert are counted in bin num_experts and left out.
+    BINS is a power of two above num_experts.
     """
     e = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, num_pairs, TILE):
-        place, expert = _slots(ids, start, num_pairs, num_experts, TILE)
-        counts += tl.histogram(expert, BINS)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    offset = tl.sum(tl.where(bins < e, counts, 0))
-    first = tl.sum(tl.where(bins < e, blocks, 0))
-    count = tl.sum(tl.where(bins == e, counts, 0))
+    offset, first, count = _begin(ids, e, num_pairs, num_experts, BLOCK, BINS, TILE)
     mine = (count + BLOCK - 1) // BLOCK
     tl.store(offsets + e, offset)
-    _write_blocks(block_expert, block_start, first, mine, offset, e, BLOCK, TILE)
+    _fill(block_expert, first, mine, e, 0, TILE)
+    _fill(block_start, first, mine, offset, BLOCK, TILE)
     if e == num_experts - 1:
-        end = offset + count
-        tl.store(offsets + num_experts, end)
+        tl.store(offsets + num_experts, offset + count)
         tl.store(num_blocks, first + mine)
-        _write_blocks(block_expert, block_start, first + mine, block_bound - first - mine, end, -1, 0, TILE)
+        _fill(block_expert, first + mine, block_bound - first - mine, -1, 0, TILE)
+        _fill(block_start, first + mine, block_bound - first - mine, 0, 0, TILE)
     if count > 0:
         for start in range(0, num_pairs, TILE):
-            place, expert = _slots(ids, start, num_pairs, num_experts, TILE)
-            own = (expert == e).to(tl.int32)
-            tl.store(pairs + offset + tl.cumsum(own) - 1, place, mask=own > 0)
-            offset += tl.sum(own)
+            place, own, row, offset = _own(ids, start, e, offset, num_pairs, num_experts, TILE)
+            tl.store(pairs + row, place, mask=own)
+
+
+@triton.jit(do_not_specialize=["top_k", "num_pairs", "num_experts"])
+def order_kernel(
+    ids,
+    token_ids,
+    slots,
+    offsets,
+    inverse,
+    top_k,
+    num_pairs,
+    num_experts,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program e: the rows of expert e, or, e being num_experts, of the empty slots, which stand last."""
+    e = tl.program_id(0)
+    offset, _, count = _begin(ids, e, num_pairs, num_experts, 1, BINS, TILE)
+    tl.store(offsets + e, offset)
+    if count > 0:
+        for start in range(0, num_pairs, TILE):
+            place, own, row, offset = _own(ids, start, e, offset, num_pairs, num_experts, TILE)
+            tl.store(token_ids + row, place // top_k, mask=own)
+            tl.store(slots + row, place % top_k, mask=own)
+            tl.store(inverse + place, row, mask=own)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_bound", "BLOCK"])
+def schedule_kernel(
+    ids,
+    block_experts,
+    pair_ids,
+    scatter_index,
+    counts,
+    num_pairs,
+    num_experts,
+    block_bound,
+    BLOCK,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program e: the blocks of expert e, or, e being num_experts, those that nobody needs."""
+    e = tl.program_id(0)
+    _, first, count = _begin(ids, e, num_pairs, num_experts, BLOCK, BINS, TILE)
+    cell = first * BLOCK
+    if e < num_experts:
+        mine = (count + BLOCK - 1) // BLOCK
+        tl.store(counts + e, count)
+        _fill(block_experts, first, mine, e, 0, TILE)
+        _fill(pair_ids, cell + count, mine * BLOCK - count, -1, 0, TILE)
+    else:
+        _fill(block_experts, first, block_bound - first, -1, 0, TILE)
+        _fill(pair_ids, cell, (block_bound - first) * BLOCK, -1, 0, TILE)
+    if count > 0:
+        for start in range(0, num_pairs, TILE):
+            place, own, at, cell = _own(ids, start, e, cell, num_pairs, num_experts, TILE)
+            tl.store(scatter_index + place, tl.where(e < num_experts, at, -1), mask=own)
+            tl.store(pair_ids + at, place, mask=own & (e < num_experts))

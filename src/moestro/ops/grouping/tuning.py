@@ -10,6 +10,8 @@ from moestro.ops.grouping.plain import block_bound
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 MOST_EXPERTS = 4096
 """That the programs of a GPU order rows by."""
+MOST_LOOKS = 1 << 26
+"""Slots times experts up to which the public operations use those programs; sorting does not grow with experts."""
 MOST_TILE = 4096
 """Slots that one of them looks at together, at most."""
 _LEAST_TILE = 128
