@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.ops import _select, native
-from moestro.ops.expert_mlp import cpu, plain, reference, tuning
+from moestro.ops import _select, gpu, native
+from moestro.ops.expert_mlp import cpu, plain, reference, triton, tuning
 from moestro.ops.grouping import choose_block_size
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -109,6 +109,11 @@ def _run_cpu(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
     return cpu.run(isa, x, routing, weights, (name, block_size))
 
 
+def _run_triton(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    name, block_size, _ = _named_strategy(strategy)
+    return triton.run(x, routing, weights, (name, block_size))
+
+
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     resolve_strategy(routing, weights, strategy)
     return reference.expert_mlp(x, routing, weights).to(x.dtype)
@@ -165,6 +170,7 @@ _select.register(
             )
             for isa in native.ISAS or (native.ABSENT,)
         ),
+        _select.Implementation(gpu.IMPLEMENTATION, triton.supports, _run_triton),
         _select.Implementation("torch", _plain_supports, _run_plain),
         _select.Implementation("reference", _plain_supports, _run_reference),
     ],

@@ -44,7 +44,7 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """What `supports` refuses, as far as a look at x and the processor tells."""
     rows = isa.multiplies_floats if weights.row_format == "float" else isa.multiplies_integers
-    return not (isa.runs_here and rows) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
+    return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
 
 
 def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:

@@ -124,7 +124,7 @@ def round_to(value, DTYPE: tl.constexpr):
     """The value in DTYPE, rounded to nearest even: the interpreter cuts bfloat16 off instead."""
     if _INTERPRETED and value.dtype == tl.float32 and tl.bfloat16 == DTYPE:
         bits = value.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
     return value.to(DTYPE)
 

@@ -1,0 +1,216 @@
+"""Tiles for a GPU: a function of shape, stored format and device. Imports no Triton.
+
+The thresholds and tiles follow what others have published for the H100 and H200 (modes of tuned configurations over
+tokens an expert); none has been measured with these kernels yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moestro.errors import UnsupportedError, unsupported
+from moestro.ops.gpu import Device
+
+LEAST_ROWS, MOST_ROWS = 16, 128
+"""Rows of the lowest and of the highest tile."""
+
+INVARIANT_ROWS = 64
+"""Rows of every tile where a token's bits must not depend on its batch."""
+
+PAIRS_BETA = 4
+"""Pairs are not ordered while beta * T * K <= E: then hardly two of them name one expert."""
+
+TARGET_PROGRAMS = 2
+"""Programs a multiprocessor to have in flight where weights are what takes the time."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice depends on.
+
+    Attributes:
+        num_tokens, top_k, num_experts, hidden_size, intermediate_size: T, K, E, H, I.
+        halves: 2 for gated experts, 1 for plain ones.
+        itemsize: bytes of the dtype that rows are multiplied in.
+        bits: stored bits a weight of gate_up and down.
+        group: columns that share a scale, 0 for all of a row (and for dense weights).
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    halves: int
+    itemsize: int
+    bits: tuple[float, float]
+    group: int = 0
+
+    @property
+    def num_pairs(self) -> int:
+        """T * K."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def rows_per_expert(self) -> float:
+        """Rows of an expert that has any, in the mean and at most."""
+        return self.num_pairs / max(min(self.num_experts, self.num_pairs), 1)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one product is cut.
+
+    Attributes:
+        columns: rows of weights of a tile (gate and up both counted), a power of two from 16.
+        depth: columns of weights that are loaded at once, a power of two from 32.
+        warps: warps of a program.
+        stages: loads in flight.
+        swap: weights are the left operand.
+        group: blocks that meet one column of weights before the next does.
+    """
+
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    swap: bool = False
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call walks its work.
+
+    Attributes:
+        strategy: "selective", "grouped" or "blockwise".
+        reason: why.
+        ordered: whether rows are ordered by expert first; else each pair is a block of its own.
+        block: rows of a block.
+        rows: rows of a tile, a power of two, at least `block`.
+        gate_up, down: the two products.
+        splits: pieces of the sum over I.
+        wide: whether the pieces are float32 whatever x is.
+        programs: programs of a launch that take tile after tile; 0 for one program a tile.
+    """
+
+    strategy: str
+    reason: str
+    ordered: bool
+    block: int
+    rows: int
+    gate_up: Tile
+    down: Tile
+    splits: int = 1
+    wide: bool = True
+    programs: int = 0
+
+
+def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
+    """The plan for a call.
+
+    Args:
+        problem: shape and formats.
+        device: what it runs on.
+        strategy: name and block size as `tuning.parse_strategy` returns them.
+        invariant: whether a token's bits must not depend on its batch; then tiles depend on neither T nor K.
+
+    Raises:
+        UnsupportedError: a strategy that these kernels do not have.
+    """
+    name, block = strategy
+    if name == "all_experts":
+        raise _every_expert()
+    pairs, alone = problem.num_pairs, problem.num_tokens == 1
+    if invariant:
+        rows, reason = INVARIANT_ROWS, "torch.use_deterministic_algorithms(True): the same tiles for every batch"
+    elif name in ("auto", "selective") and (alone or PAIRS_BETA * pairs <= problem.num_experts):
+        few = "T = 1" if alone else f"{PAIRS_BETA} * T*K = {PAIRS_BETA * pairs} <= E = {problem.num_experts}"
+        tiles = _tiles(problem, device, LEAST_ROWS)
+        made = Plan("selective", f"{few}: each pair is a block, nothing is ordered", False, 1, LEAST_ROWS, *tiles)
+        return _fill(made, problem, device)
+    else:
+        rows = LEAST_ROWS if name == "selective" else tile_rows(problem.rows_per_expert)
+        reason = f"{problem.rows_per_expert:.3g} rows an expert, in tiles of {rows}"
+    if name == "blockwise" and block is not None:
+        block = min(block, MOST_ROWS)
+        rows, reason = max(LEAST_ROWS, 1 << (block - 1).bit_length()), f"blocks of {block} rows, asked for"
+    made = Plan("grouped", reason, True, block or rows, rows, *_tiles(problem, device, rows))
+    if name != "auto":
+        made = replace(made, strategy=name)
+    if invariant:
+        return made
+    return _fill(made, problem, device) if rows == LEAST_ROWS else _persist(made, device)
+
+
+def _every_expert() -> UnsupportedError:
+    return unsupported(
+        "expert_mlp",
+        got='strategy="all_experts" with the triton implementation',
+        needs='"auto", "grouped", "blockwise" or "selective": no kernel computes experts on tokens that did not '
+        "choose them",
+        fix='Drop the strategy, or force the plain one: moestro.use(implementation="torch").',
+    )
+
+
+def tile_rows(rows_per_expert: float) -> int:
+    """Rows of a tile for this many rows an expert: weights are read once for all of them, padding costs little."""
+    for rows, most in ((16, 12), (32, 24), (64, 64)):
+        if rows_per_expert <= most:
+            return rows
+    return MOST_ROWS
+
+
+def _persist(plan: Plan, device: Device) -> Plan:
+    return replace(plan, programs=device.num_sms, wide=False)
+
+
+def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The same with tiles so narrow, or the sum over I in so many pieces, that every multiprocessor has work."""
+    blocks = min(problem.num_pairs, problem.num_experts)
+    wanted = TARGET_PROGRAMS * device.num_sms
+    gate_up, down = plan.gate_up, plan.down
+    while gate_up.columns > 32 and blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
+        gate_up = replace(gate_up, columns=gate_up.columns // 2)
+    while down.columns > 32 and blocks * -(-problem.hidden_size // down.columns) < wanted:
+        down = replace(down, columns=down.columns // 2)
+    programs = blocks * -(-problem.hidden_size // down.columns)
+    steps = -(-problem.intermediate_size // down.depth)
+    splits = max(min(wanted // max(programs, 1), steps // 4, 8), 1)
+    return replace(plan, gate_up=gate_up, down=down, splits=splits)
+
+
+def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
+    packed = min(problem.bits) < 16
+    if rows >= MOST_ROWS:
+        first = Tile(256 if device.shared_memory >= 160 << 10 and not packed else 128, 64, 8, 4, group=8)
+    elif rows >= 64:
+        first = Tile(128, 64, 4, 4, group=8)
+    else:
+        first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
+    if device.capability[0] == 9 and rows < 64:
+        first = replace(first, swap=True)
+    if problem.itemsize == 4:
+        first = replace(first, columns=64, depth=32, warps=4, stages=3)
+    gate_up, down = (fit(first, rows, problem.itemsize, bits, device) for bits in problem.bits)
+    return gate_up, down
+
+
+def fit(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> Tile:
+    """The same tile with as many loads in flight as the device's shared memory holds, at least two."""
+    while shared_bytes(tile, rows, itemsize, bits) > device.shared_memory:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.depth > 32:
+            tile = replace(tile, depth=tile.depth // 2)
+        else:
+            tile = replace(tile, columns=tile.columns // 2)
+    return tile
+
+
+def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float) -> int:
+    """Shared memory of a program, at most: the rows and weights in flight, and weights decoded once where packed."""
+    weights = tile.columns * tile.depth
+    flight = rows * tile.depth * itemsize + int(weights * bits / 8)
+    decoded = weights * itemsize if bits < 8 * itemsize else 0
+    return max(tile.stages * flight + decoded, rows * tile.columns * 4)
