@@ -71,8 +71,14 @@ def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[st
     Raises:
         UnsupportedError: a strategy that these kernels do not have.
     """
+    invariant = torch.are_deterministic_algorithms_enabled()
+    return triton_tuning.choose(problem(x, routing, weights), gpu.device_of(x), strategy, invariant)
+
+
+def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
+    """What the choice of a plan depends on."""
     scaling = [stored.format.scaling for stored in (weights.gate_up, weights.down)]
-    problem = Problem(
+    return Problem(
         routing.num_tokens,
         routing.top_k,
         weights.num_experts,
@@ -83,7 +89,6 @@ def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[st
         (weights.gate_up.format.bits, weights.down.format.bits),
         max(0 if s is None else s.columns for s in scaling),
     )
-    return triton_tuning.choose(problem, gpu.device_of(x), strategy, torch.are_deterministic_algorithms_enabled())
 
 
 def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
         pairs: int32 [T * K], pair indices in the order of experts.
         offsets: int32 [E + 1], where each expert's rows begin among them.
         experts, starts: int32 [G], expert and first row of each block.
-        count: int32 [1], blocks that hold rows.
+        filled: int32 [1], blocks that hold rows.
     """
 
     ids: Any
@@ -37,15 +37,16 @@ class Rows(NamedTuple):
     offsets: Any = None
     experts: Any = None
     starts: Any = None
-    count: Any = None
+    filled: Any = None
 
 
 @triton.jit
 def num_blocks(rows, num_pairs):
     """Blocks that hold rows; without an order, that may."""
-    if rows.count is None:
+    if rows.filled is None:
         return num_pairs
-    return tl.load(rows.count)
+    else:
+        return tl.load(rows.filled)
 
 
 @triton.jit
@@ -89,7 +90,8 @@ def zeros(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
     """Sums of a tile, transposed where weights are the left operand."""
     if SWAP:
         return tl.zeros((BN, BM), tl.float32)
-    return tl.zeros((BM, BN), tl.float32)
+    else:
+        return tl.zeros((BM, BN), tl.float32)
 
 
 @triton.jit
@@ -97,7 +99,8 @@ def upright(acc, SWAP: tl.constexpr):
     """[BM, BN] of sums as they were added up."""
     if SWAP:
         return tl.trans(acc)
-    return acc
+    else:
+        return acc
 
 
 @triton.jit
@@ -189,10 +192,9 @@ def with_bias(acc, bias, bias_stride, expert, columns, inside):
     """Sums plus the expert's bias, where there is one."""
     if bias is None:
         return acc
-    return (
-        acc
-        + tl.load(bias + expert.to(tl.int64) * bias_stride + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    )
+    else:
+        at = bias + expert.to(tl.int64) * bias_stride + columns
+        return acc + tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

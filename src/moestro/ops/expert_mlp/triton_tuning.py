@@ -20,7 +20,7 @@ INVARIANT_ROWS = 64
 PAIRS_BETA = 4
 """Pairs are not ordered while beta * T * K <= E: then hardly two of them name one expert."""
 
-TARGET_PROGRAMS = 2
+TARGET_PROGRAMS = 1
 """Programs a multiprocessor to have in flight where weights are what takes the time."""
 
 

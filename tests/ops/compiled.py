@@ -1,0 +1,149 @@
+"""Triton's kernels compiled for GPUs that are not here: what a launch would compile, and what that needs.
+
+    TRITON_INTERPRET=0 python -m tests.ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
+
+A driver that answers for a GPU stands in for the one that is missing; kernels are compiled by the very calls that
+launch them, and not run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moestro import Activation, ExpertWeights, Routing
+from moestro.formats import FORMATS
+from moestro.ops import gpu
+from moestro.ops.expert_mlp import triton as engine
+from moestro.ops.expert_mlp import triton_tuning
+from moestro.ops.gpu import Device, shared_memory
+from moestro.types import GPT_OSS_SWIGLU
+
+ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120": 170}
+"""Multiprocessors of a part of each: A100, RTX 3090, RTX 4090, H200, RTX 5090."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled for one GPU: its name, bytes of shared memory, registers, spilled bytes, and its PTX."""
+
+    name: str
+    shared: int
+    registers: int
+    spills: int
+    ptx: str
+
+
+class _Driver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def device(architecture: str) -> Device:
+    """The device that a name of `ARCHITECTURES` stands for."""
+    number = int(architecture.removeprefix("sm_"))
+    capability = divmod(number, 10)
+    return Device(capability, ARCHITECTURES[architecture], shared_memory(capability))
+
+
+@contextmanager
+def compiling(architecture: str) -> Iterator[dict[str, Any]]:
+    """While open, launches compile for this architecture, run nothing, and are kept in the dictionary."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Any] = {}
+    run, device_of, driver = JITFunction.run, gpu.device_of, triton.runtime.driver._active
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["warmup"] = True
+        found[self.fn.__name__] = run(self, *args, **kwargs)
+
+    triton.runtime.driver.set_active(_Driver(int(architecture.removeprefix("sm_"))))
+    JITFunction.run, gpu.device_of = compile_only, lambda tensor: device(architecture)
+    for module in list(sys.modules.values()):
+        for value in vars(module).values() if module and module.__name__.startswith("moestro.ops.") else ():
+            if isinstance(value, JITFunction):
+                value.device_caches.clear()
+    try:
+        yield found
+    finally:
+        JITFunction.run, gpu.device_of = run, device_of
+        triton.runtime.driver._active = driver
+
+
+def measured(name: str, kernel: Any, architecture: str) -> Compiled:
+    """What ptxas says of a compiled kernel."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    number = int(architecture.removeprefix("sm_"))
+    target = f"{architecture}a" if number >= 90 else architecture
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        command = [get_ptxas(number).path, "-v", f"--gpu-name={target}", str(source), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.findall(r"Used (\d+) registers", said)[-1])
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return Compiled(name, kernel.metadata.shared, registers, spills, kernel.asm["ptx"])
+
+
+def layer(
+    architecture: str, dtype: torch.dtype, form: str, num_tokens: int, activation: Activation = GPT_OSS_SWIGLU
+) -> dict[str, Compiled]:
+    """Everything that a call with 128 experts of sizes 2048 and 768 compiles; the stack has two of them here."""
+    experts, hidden, inner, top_k = 2, 2048, 768, 8
+    data = ExpertWeights.from_dense(
+        torch.zeros(experts, 2 * inner, hidden), torch.zeros(experts, hidden, inner), None, None, activation
+    )
+    weights = data.quantize(form)
+    x = torch.zeros(num_tokens, hidden, dtype=dtype)
+    routing = Routing(torch.zeros(num_tokens, top_k, dtype=torch.long), torch.zeros(num_tokens, top_k))
+    with compiling(architecture) as found:
+        problem = triton_tuning.replace(engine.problem(x, routing, weights), num_experts=128)
+        how = triton_tuning.choose(problem, device(architecture), ("auto", None), invariant=False)
+        engine.launch(x, routing, weights, how)
+    return {name: measured(name, kernel, architecture) for name, kernel in found.items()}
+
+
+def main(arguments: list[str]) -> None:
+    """Print a line for each kernel of the chosen architectures, dtypes and formats, at several numbers of tokens."""
+    architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
+    dtypes = [a for a in arguments if a in ("bfloat16", "float16", "float32")] or ["bfloat16"]
+    forms = [a for a in arguments[:] if a in FORMATS and a not in dtypes] or dtypes
+    tokens = [int(a) for a in arguments if a.isdigit()] or [1, 64, 512, 4096]
+    for architecture, dtype, form, num_tokens in itertools.product(architectures, dtypes, forms, tokens):
+        for kernel in layer(architecture, getattr(torch, dtype), form, num_tokens).values():
+            print(
+                f"{architecture} {dtype:8} {form:12} T={num_tokens:<5} {kernel.name:16} shared {kernel.shared:6} of "
+                f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  "
+                f"{'wgmma' if 'wgmma.mma' in kernel.ptx else 'mma' if 'mma.sync' in kernel.ptx else '-'}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
