@@ -1,6 +1,6 @@
 """Triton's kernels compiled for GPUs that are not here: what a launch would compile, and what that needs.
 
-    TRITON_INTERPRET=0 python -m tests.ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
+    TRITON_INTERPRET=0 python -m ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
 
 A driver that answers for a GPU stands in for the one that is missing; kernels are compiled by the very calls that
 launch them, and not run.

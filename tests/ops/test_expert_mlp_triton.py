@@ -31,10 +31,6 @@ PLANS = {
 }
 
 
-def on(device: torch.device, weights: ExpertWeights) -> ExpertWeights:
-    return torch.utils._pytree.tree_map(lambda t: t.to(device), weights)
-
-
 def check(x: torch.Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> torch.Tensor:
     assert engine.supports(x, routing, weights) is None
     y = engine.launch(x, routing, weights, how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +58,13 @@ def interpreted() -> bool:
 
 def unusable(tensor: Tensor) -> str | None:
     """Why Triton's kernels cannot run where this tensor lies; None if they can."""
-    kind = tensor.device.type
+    return _unusable(tensor.device)
+
+
+def _unusable(device: torch.device) -> str | None:
+    kind = device.type
     if kind == "cuda":
-        return missing() or _too_old(tensor.device)
+        return missing() or _too_old(device)
     if kind != "cpu" or settings.current().implementation != IMPLEMENTATION:
         return f"it computes on NVIDIA GPUs, and its argument is on {kind}"
     if missing() is None and not interpreted():
@@ -84,6 +89,22 @@ def unreadable(*tensors: Tensor) -> str | None:
     if native.is_watched():
         return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
     return None
+
+
+def runs_on(kind: str) -> bool:
+    """Whether kernels run on devices of this type, for code that a tracer follows."""
+    return _unusable(torch.device(kind)) is None
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler, and Triton with it, at import.
+setattr(runs_on, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def on(tensor: Tensor) -> AbstractContextManager[object]:
+    """A block in which kernels are launched where the tensor lies: Triton launches on PyTorch's current device."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def device_of(tensor: Tensor) -> Device:

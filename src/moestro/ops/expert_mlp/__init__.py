@@ -70,6 +70,15 @@ def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) ->
     return tuning.choose_strategy(routing.expert_ids.numel(), weights.num_experts), None
 
 
+def explain_strategy(name: str, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> tuning.Choice:
+    """How the implementation of this name would walk the work, and why."""
+    if name != gpu.IMPLEMENTATION:
+        return resolve_strategy(routing, weights, strategy)[0]
+    asked, block_size, by = _named_strategy(strategy)
+    plan = triton.plan(x, routing, weights, (asked, block_size))
+    return tuning.Choice(asked if asked == "all_experts" else plan.strategy, f"{by}; {plan}" if by else str(plan))
+
+
 def _named_strategy(strategy: str) -> tuple[str, int | None, str]:
     """The strategy that the caller or the settings name, with its block size and by whom; "auto" if none is."""
     asked, block_size = tuning.parse_strategy(strategy)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moestro.errors import unsupported
 from moestro.formats import PackedTensor, WeightFormat
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.ops.grouping.triton import Rows, group_rows, most_blocks
-from moestro.types import Routing
+from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,10 +41,16 @@ def _weights() -> ModuleType:
 
 def supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """None, or the sentence why these kernels cannot compute this."""
-    return gpu.unusable(x) or _no_layer(x, routing, weights) or _no_tensors(x, routing, weights)
+    return (
+        gpu.unusable(x)
+        or _no_layer(weights)
+        or no_dtype(x, routing, weights)
+        or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
+    )
 
 
-def _no_layer(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+def _no_layer(weights: ExpertWeights) -> str | None:
+    """Why these kernels have no layer like this; None if they do."""
     if weights.activation.kind == "custom" or weights.output_norm is not None:
         return "it cannot call a Python function, and the activation or the output norm is one"
     if weights.row_format != "float":
@@ -57,19 +64,20 @@ def _no_layer(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None
     return None
 
 
-def _no_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+def no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Why these kernels do not compute with tensors of such dtypes; None if they do."""
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     for t in (x, routing.routing_weights, *biases):
         if t.dtype not in _FLOATS:
             return f"it computes in float32, and a tensor is of {t.dtype}"
-    return gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
+    return None
 
 
 def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Plan:
     """How these arguments are computed.
 
     Raises:
-        UnsupportedError: a strategy that these kernels do not have.
+        UnsupportedError: "all_experts" with weights on the input.
     """
     invariant = torch.are_deterministic_algorithms_enabled()
     return triton_tuning.choose(problem(x, routing, weights), gpu.device_of(x), strategy, invariant)
@@ -109,13 +117,39 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str
     """`expert_mlp` for arguments that `supports` has passed.
 
     Raises:
-        UnsupportedError: a strategy that these kernels do not have.
+        UnsupportedError: "all_experts" with weights on the input.
     """
-    return launch(x, routing, weights, plan(x, routing, weights, strategy))
+    slots = routing.expert_ids
+    if strategy[0] == "all_experts":
+        routing, slots = every_expert(routing, weights.num_experts)
+    with gpu.on(x):
+        return launch(x, routing, weights, plan(x, routing, weights, strategy), slots)
 
 
-def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> Tensor:
-    """`expert_mlp` by a given plan."""
+def every_expert(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
+    """The routing [T, E] of each token to every expert, and its ids with -1 where it was not chosen.
+
+    Raises:
+        UnsupportedError: weights on the input, of which an expert may have several for one token.
+    """
+    if routing.weight_on == "input":
+        raise unsupported(
+            "expert_mlp",
+            got='strategy="all_experts" and weights on the input with the triton implementation',
+            needs="weights on the output, which an expert's slots share",
+            fix="Drop the strategy.",
+        )
+    used = routing.expert_ids >= 0
+    ids = torch.where(used, routing.expert_ids, num_experts).long()
+    shape = (routing.num_tokens, num_experts + 1)
+    weights = routing.routing_weights.new_zeros(shape).scatter_add_(1, ids, routing.routing_weights)[:, :-1]
+    chosen = used.new_zeros(shape).scatter_(1, ids, True)[:, :-1]
+    every = torch.arange(num_experts, dtype=routing.expert_ids.dtype, device=ids.device).expand(chosen.shape)
+    return Routing.unchecked(every, weights, "output"), torch.where(chosen, every, EMPTY)
+
+
+def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, slots: Tensor | None = None) -> Tensor:
+    """`expert_mlp` by a given plan; where `slots` [T, K] is given, those that are -1 in it are left out of the sums."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -136,7 +170,14 @@ def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> Te
     _down(h, rows, weights, pieces, (how, blocks, routing.weight_on == "output"))
     columns = min(_SUM_COLUMNS, _power(x.shape[1]))
     _kernels().sum_slots_kernel[(x.shape[0], -(-x.shape[1] // columns))](
-        pieces, routing.expert_ids, out, *x.shape, TOP_K=top_k, SPLITS=how.splits, BN=columns, num_warps=4
+        pieces,
+        routing.expert_ids if slots is None else slots.contiguous(),
+        out,
+        *x.shape,
+        TOP_K=top_k,
+        SPLITS=how.splits,
+        BN=columns,
+        num_warps=4,
     )
     return out
 

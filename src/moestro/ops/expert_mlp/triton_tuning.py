@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moestro.errors import UnsupportedError, unsupported
 from moestro.ops.gpu import Device
 
 LEAST_ROWS, MOST_ROWS = 16, 128
@@ -75,7 +74,7 @@ class Tile:
     warps: int = 4
     stages: int = 3
     swap: bool = False
-    group: int = 1
+    group: int = 8
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,12 @@ class Plan:
     wide: bool = True
     programs: int = 0
 
+    def __str__(self) -> str:
+        up, down = (f"{t.columns} x {t.depth}{' swapped' if t.swap else ''}" for t in (self.gate_up, self.down))
+        ways = [f"{self.splits} pieces of the sum over I"] if self.splits > 1 else []
+        ways += [f"{self.programs} programs that take tile after tile"] if self.programs else []
+        return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
+
 
 def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
     """The plan for a call.
@@ -114,13 +119,8 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         device: what it runs on.
         strategy: name and block size as `tuning.parse_strategy` returns them.
         invariant: whether a token's bits must not depend on its batch; then tiles depend on neither T nor K.
-
-    Raises:
-        UnsupportedError: a strategy that these kernels do not have.
     """
     name, block = strategy
-    if name == "all_experts":
-        raise _every_expert()
     pairs, alone = problem.num_pairs, problem.num_tokens == 1
     if invariant:
         rows, reason = INVARIANT_ROWS, "torch.use_deterministic_algorithms(True): the same tiles for every batch"
@@ -141,16 +141,6 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
     if invariant:
         return made
     return _fill(made, problem, device) if rows == LEAST_ROWS else _persist(made, device)
-
-
-def _every_expert() -> UnsupportedError:
-    return unsupported(
-        "expert_mlp",
-        got='strategy="all_experts" with the triton implementation',
-        needs='"auto", "grouped", "blockwise" or "selective": no kernel computes experts on tokens that did not '
-        "choose them",
-        fix='Drop the strategy, or force the plain one: moestro.use(implementation="torch").',
-    )
 
 
 def tile_rows(rows_per_expert: float) -> int:
@@ -181,14 +171,14 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
-    packed = min(problem.bits) < 16
+    packed, hopper = min(problem.bits) < 16, device.capability[0] == 9
     if rows >= MOST_ROWS:
-        first = Tile(256 if device.shared_memory >= 160 << 10 and not packed else 128, 64, 8, 4, group=8)
+        first = Tile(256 if hopper and not packed else 128, 64, 8, 4)
     elif rows >= 64:
-        first = Tile(128, 64, 4, 4, group=8)
+        first = Tile(128, 64, 4, 4)
     else:
         first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
-    if device.capability[0] == 9 and rows < 64:
+    if hopper and rows < 64:
         first = replace(first, swap=True)
     if problem.itemsize == 4:
         first = replace(first, columns=64, depth=32, warps=4, stages=3)
