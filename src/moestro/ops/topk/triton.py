@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moestro.ops import gpu
-from moestro.ops.topk import tuning
+from moestro.ops.topk import plain, tuning
 
 _BITS = {
     torch.float32: (torch.int32, 0x7F800000),
@@ -43,7 +43,12 @@ def supports(scores: Tensor, k: int) -> str | None:
 
 
 def topk(scores: Tensor, k: int) -> Tensor:
-    """Indices [T, k], int64, of scores that `supports` has passed. A NaN among them is an assertion on the device."""
+    """Indices [T, k], int64, of scores that `supports` has passed.
+
+    A NaN among them is an assertion on the device; the interpreter, which has none, raises InvalidInputError.
+    """
+    if scores.is_cpu:
+        plain.refuse_nan(scores)
     scores = scores.detach() if scores.stride(1) == 1 else scores.detach().contiguous()
     num_tokens, num_experts = scores.shape
     indices = torch.empty((num_tokens, k), dtype=torch.int64, device=scores.device)
