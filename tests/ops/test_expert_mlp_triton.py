@@ -158,3 +158,36 @@ def test_a_tokens_bits_do_not_depend_on_its_batch():
         for rows in (slice(0, 1), slice(69, 70), slice(3, 40)):
             part = Routing(routing.expert_ids[rows], routing.routing_weights[rows])
             assert bit_equal(moestro.expert_mlp(x[rows], part, weights), whole[rows])
+
+
+@pytest.mark.parametrize("activation", [problems.ACTIVATIONS[0], problems.ACTIVATIONS[-1], problems.ACTIVATIONS[2]])
+def test_weights_through_tensor_maps(activation):
+    """Both orders of gate and up, experts in the middle of another tensor, and sizes that leave boxes half full."""
+    mapped = replace(TILE, tensor_map=True)
+    how = replace(SMALL, gate_up=mapped, down=replace(mapped, columns=16, swap=True))
+    for dtype in DTYPES:
+        sizes = problems.Sizes(5, 64, 32, 3, 2)
+        weights = problems.weights(sizes, activation, dtype, bias=True)
+        wide = torch.full((3, 80, 96), torch.nan, dtype=dtype)
+        wide[:, : weights.gate_up.shape[1], 16:80] = weights.gate_up.data
+        inside = replace(weights, gate_up=moestro.formats.dense(wide[:, : weights.gate_up.shape[1], 16:80]))
+        x, routing = torch.randn(5, 64).to(dtype), problems.routing(sizes)
+        for layer in (weights, inside):
+            assert engine._tensor_map(layer.gate_up, mapped, dtype, activation) is not None
+            assert bit_equal(check(x, routing, layer, how), check(x, routing, layer, replace(SMALL, down=how.down)))
+
+
+def test_weights_that_tensor_maps_cannot_describe_go_by_pointers():
+    mapped = replace(TILE, tensor_map=True)
+    for shape, dtype in (((2, 8, 40), torch.float32), ((2, 8, 64), torch.bfloat16), ((0, 8, 64), torch.float32)):
+        stored = moestro.formats.dense(torch.randn(shape).to(dtype))
+        whole = shape[2] % 32 == 0 and dtype == torch.float32
+        assert (engine._tensor_map(stored, mapped, torch.float32, None) is None) is not whole
+    for data in (
+        torch.randn(2, 64, 8).transpose(1, 2),
+        torch.randn(2, 8, 66)[:, :, 1:65],
+        torch.randn(1, 8, 64)[[0] * 2],
+    ):
+        found = engine._tensor_map(moestro.formats.dense(data), mapped, torch.float32, None)
+        assert (found is None) is (data.stride(2) != 1 or data.data_ptr() % 16 != 0 or data.stride(1) % 4 != 0)
+    assert engine._tensor_map(moestro.formats.dense(torch.randn(2, 8, 64)), TILE, torch.float32, None) is None

@@ -22,11 +22,12 @@ from moestro.ops.expert_mlp import triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.ops.grouping.triton import Rows, group_rows, most_blocks
-from moestro.types import EMPTY, Routing
+from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SUM_COLUMNS = 1024
+_ALIGNED = 16
 
 
 @functools.cache
@@ -202,6 +203,7 @@ def _gate_up(x: Tensor, rows: Any, weights: ExpertWeights, h: Tensor, work: tupl
         x.stride(0),
         rows,
         _described(weights.gate_up),
+        _tensor_map(weights.gate_up, how.gate_up, h.dtype, weights.activation),
         *_bias(weights.gate_up_bias),
         h,
         h.shape[0],
@@ -225,6 +227,7 @@ def _down(h: Tensor, rows: Any, weights: ExpertWeights, pieces: Tensor, work: tu
         h,
         rows,
         _described(weights.down),
+        _tensor_map(weights.down, how.down, h.dtype, None),
         *_bias(weights.down_bias),
         pieces,
         h.shape[0],
@@ -253,6 +256,28 @@ def _options(how: Plan, tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
 def _described(stored: Any) -> Any:
     assert isinstance(stored, PackedTensor)
     return _weights().describe(stored)
+
+
+def _tensor_map(stored: Any, tile: Tile, dtype: torch.dtype, activation: Activation | None) -> Any:
+    """What the hardware copies tiles of weights by, in boxes [1, outputs, halves, depth]; None where pointers must do.
+
+    Either order of gate and up is a matter of strides; the rows of a box alternate between them.
+    """
+    data = stored.data
+    halves = 2 if activation is not None and activation.gated else 1
+    expert, row, column = data.stride()
+    aligned = data.data_ptr() % _ALIGNED == 0 and all(s * data.element_size() % _ALIGNED == 0 for s in (expert, row))
+    whole = data.shape[2] % tile.depth == 0 and data.numel() > 0  # a step past the last column is not to be copied
+    if not (tile.tensor_map and data.dtype == dtype and column == 1 and row > 0 and expert > 0 and aligned and whole):
+        return None
+    outputs = data.shape[1] // halves
+    apart = (row, row * outputs) if activation is None or not activation.interleaved else (row * 2, row)
+    return _kernels().TensorDescriptor(
+        data,
+        [data.shape[0], outputs, halves, data.shape[2]],
+        [expert, *apart, 1],
+        [1, tile.columns // halves, halves, tile.depth],
+    )
 
 
 def _bias(bias: Tensor | None) -> tuple[Tensor | None, int]:

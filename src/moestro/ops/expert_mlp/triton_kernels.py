@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moestro.ops.expert_mlp.triton_weights import add_product, finish, round_to, weight_tile
+
+__all__ = ["DTYPES", "Rows", "TensorDescriptor", "down_kernel", "gate_up_kernel", "sum_slots_kernel"]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -108,7 +111,9 @@ def product(
     rows_at,
     live,
     w,
+    map,
     expert,
+    first,
     columns,
     K,
     k_from,
@@ -119,11 +124,17 @@ def product(
     DTYPE: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN]."""
+    """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
+
+    Weights come through the tensor map where there is one, which has those of output `first` and on in a box.
+    """
     acc = zeros(BM, BN, SWAP)
     for k0 in tl.range(k_from, k_to, BK):
         x = load_rows(rows_at, live, k0, K, BK, DTYPE)
-        tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE)
+        if map is None:
+            tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE)
+        else:
+            tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
         acc = add_product(acc, x, tile, w, expert, columns, k0, SWAP)
     return upright(finish(acc, w, expert, columns, SWAP), SWAP)
 
@@ -236,7 +247,7 @@ def between(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
-    x, x_stride, rows, w, bias, bias_stride, out, num_pairs, H, I,
+    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -252,9 +263,8 @@ def gate_up_kernel(
         if expert >= 0:
             first = column * WIDTH
             columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
-            acc = product(
-                x + pairs // rows.top_k * x_stride, live, w, expert, columns, H, 0, H, BM, BN, BK, DTYPE, SWAP
-            )
+            rows_at = x + pairs // rows.top_k * x_stride
+            acc = product(rows_at, live, w, map, expert, first, columns, H, 0, H, BM, BN, BK, DTYPE, SWAP)
             if WEIGHTED:
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
             h = between(
@@ -267,7 +277,7 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
-    h, rows, w, bias, bias_stride, out, num_pairs, H, I,
+    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -280,25 +290,13 @@ def down_kernel(
         block, column = tile_at(index // SPLITS, blocks, tiles, GROUP)
         expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
         if expert >= 0:
-            columns = column * BN + tl.arange(0, BN)
+            first = column * BN
+            columns = first + tl.arange(0, BN)
             inside = columns < H
             rows_at = h + (start + tl.arange(0, BM)) * I
             k_from = piece * piece_size
-            acc = product(
-                rows_at,
-                live,
-                w,
-                expert,
-                columns,
-                I,
-                k_from,
-                tl.minimum(k_from + piece_size, I),
-                BM,
-                BN,
-                BK,
-                DTYPE,
-                SWAP,
-            )
+            k_to = tl.minimum(k_from + piece_size, I)
+            acc = product(rows_at, live, w, map, expert, first, columns, I, k_from, k_to, BM, BN, BK, DTYPE, SWAP)
             if piece == 0:
                 acc = with_bias(acc, bias, bias_stride, expert, columns, inside)
             if WEIGHTED:

@@ -19,6 +19,12 @@ INVARIANT_ROWS = 64
 PAIRS_BETA = 4
 """Pairs are not ordered while beta * T * K <= E: then hardly two of them name one expert."""
 
+STEPPED_ROWS = 64
+"""Rows of the highest tile where a scale meets the sum of each step: two sums for each result take registers."""
+
+_REGISTERS, _MOST_REGISTERS = 1 << 16, 256
+"""Of a multiprocessor, and of a thread as compiled tiles of many rows have them."""
+
 TARGET_PROGRAMS = 1
 """Programs a multiprocessor to have in flight where weights are what takes the time."""
 
@@ -51,6 +57,11 @@ class Problem:
         return self.num_tokens * self.top_k
 
     @property
+    def is_stepped(self) -> bool:
+        """Whether scales of as many columns as a step has, or more, meet the sum of each step."""
+        return self.group >= 64
+
+    @property
     def rows_per_expert(self) -> float:
         """Rows of an expert that has any, in the mean and at most."""
         return self.num_pairs / max(min(self.num_experts, self.num_pairs), 1)
@@ -67,6 +78,7 @@ class Tile:
         stages: loads in flight.
         swap: weights are the left operand.
         group: blocks that meet one column of weights before the next does.
+        tensor_map: weights come through a tensor map (the hardware copies boxes) where they lie so that they can.
     """
 
     columns: int
@@ -75,6 +87,7 @@ class Tile:
     stages: int = 3
     swap: bool = False
     group: int = 8
+    tensor_map: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,7 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         return _fill(made, problem, device)
     else:
         rows = LEAST_ROWS if name == "selective" else tile_rows(problem.rows_per_expert)
+        rows = min(rows, STEPPED_ROWS) if problem.is_stepped else rows
         reason = f"{problem.rows_per_expert:.3g} rows an expert, in tiles of {rows}"
     if name == "blockwise" and block is not None:
         block = min(block, MOST_ROWS)
@@ -140,7 +154,7 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         made = replace(made, strategy=name)
     if invariant:
         return made
-    return _fill(made, problem, device) if rows == LEAST_ROWS else _persist(made, device)
+    return _fill(made, problem, device) if rows == LEAST_ROWS else _persist(made, problem, device)
 
 
 def tile_rows(rows_per_expert: float) -> int:
@@ -151,8 +165,13 @@ def tile_rows(rows_per_expert: float) -> int:
     return MOST_ROWS
 
 
-def _persist(plan: Plan, device: Device) -> Plan:
-    return replace(plan, programs=device.num_sms, wide=False)
+def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The same with as many programs as the device holds at once, each of which takes tile after tile."""
+    fit_in = []
+    for tile, bits in ((plan.gate_up, problem.bits[0]), (plan.down, problem.bits[1])):
+        by_memory = device.shared_memory // shared_bytes(tile, plan.rows, problem.itemsize, bits)
+        fit_in.append(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)))
+    return replace(plan, programs=device.num_sms * max(min(fit_in), 1), wide=False)
 
 
 def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
@@ -173,15 +192,17 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
 def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
     packed, hopper = min(problem.bits) < 16, device.capability[0] == 9
     if rows >= MOST_ROWS:
-        first = Tile(256 if hopper and not packed else 128, 64, 8, 4)
+        first = Tile(64 if problem.is_stepped else 256 if hopper and not packed else 128, 64, 8, 4)
     elif rows >= 64:
-        first = Tile(128, 64, 4, 4)
+        first = Tile(128, 64, 8 if problem.is_stepped and not hopper else 4, 4)
     else:
         first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
     if hopper and rows < 64:
         first = replace(first, swap=True)
+    if device.capability >= (9, 0) and rows >= 64 and not packed:
+        first = replace(first, tensor_map=True)
     if problem.itemsize == 4:
-        first = replace(first, columns=64, depth=32, warps=4, stages=3)
+        first = replace(first, columns=64, depth=32, warps=8 if rows >= MOST_ROWS else 4, stages=3, tensor_map=False)
     gate_up, down = (fit(first, rows, problem.itemsize, bits, device) for bits in problem.bits)
     return gate_up, down
 
