@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moestro.ops.expert_mlp.triton_weights import add_product, finish, round_to, weight_tile
+from moestro.ops.expert_mlp.triton_weights import add_product, finish, round_to, step_meta, weight_tile
 
 __all__ = ["DTYPES", "Rows", "TensorDescriptor", "down_kernel", "gate_up_kernel", "sum_slots_kernel"]
 
@@ -131,12 +131,13 @@ def product(
     acc = zeros(BM, BN, SWAP)
     for k0 in tl.range(k_from, k_to, BK):
         x = load_rows(rows_at, live, k0, K, BK, DTYPE)
+        meta = step_meta(w, expert, columns, k0, K, BK)
         if map is None:
-            tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE)
+            tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE, meta)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
-        acc = add_product(acc, x, tile, w, expert, columns, k0, SWAP)
-    return upright(finish(acc, w, expert, columns, SWAP), SWAP)
+        acc = add_product(acc, x, tile, w, meta, SWAP)
+    return upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
 
 
 @triton.jit
