@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moestro import Activation, ExpertWeights, Routing
@@ -70,7 +71,19 @@ def device(architecture: str) -> Device:
 
 
 @contextmanager
-def compiling(architecture: str) -> Iterator[dict[str, Any]]:
+def launching(architecture: str) -> Iterator[list[tuple[Any, ...]]]:
+    """While open, launches compile for this architecture, and what the driver would be handed is kept in the list."""
+    from triton.compiler import CompiledKernel
+
+    handed: list[tuple[Any, ...]] = []
+    with compiling(architecture, warmup=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledKernel, "_init_handles", lambda self: None)
+        patch.setattr(CompiledKernel, "run", property(lambda self: lambda *a: handed.append((self.name, *a))))
+        yield handed
+
+
+@contextmanager
+def compiling(architecture: str, warmup: bool = True) -> Iterator[dict[str, Any]]:
     """While open, launches compile for this architecture, run nothing, and are kept in the dictionary."""
     import triton
     from triton.runtime.jit import JITFunction
@@ -78,9 +91,10 @@ def compiling(architecture: str) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     run, device_of, driver = JITFunction.run, gpu.device_of, triton.runtime.driver._active
 
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["warmup"] = True
-        found[self.fn.__name__] = run(self, *args, **kwargs)
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["warmup"] = warmup
+        kernel = found[self.fn.__name__] = run(self, *args, **kwargs)
+        return None if warmup else kernel
 
     triton.runtime.driver.set_active(_Driver(int(architecture.removeprefix("sm_"))))
     JITFunction.run, gpu.device_of = compile_only, lambda tensor: device(architecture)
@@ -129,8 +143,38 @@ def layer(
     return {name: measured(name, kernel, architecture) for name, kernel in found.items()}
 
 
+def relaunched(architecture: str, num_tokens: int) -> None:
+    """Fail unless the second launch of each kernel hands the driver what the first one's did."""
+    weights = ExpertWeights.from_dense(torch.zeros(3, 64, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16())
+    x = torch.zeros(num_tokens, 64).bfloat16()
+    routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
+
+    def values(argument: Any) -> Any:
+        if isinstance(argument, tuple | list):
+            return [values(a) for a in argument]
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype, argument.shape
+        return getattr(argument, "value", None if hasattr(argument, "base") else argument)
+
+    with launching(architecture) as handed:
+        for _ in range(2):
+            engine.run(x, routing, weights, ("auto", None))
+    first, second = handed[: len(handed) // 2], handed[len(handed) // 2 :]
+    assert [a[0] for a in first] == [a[0] for a in second], "other kernels"
+    for a, b in zip(first, second, strict=True):
+        assert len(a) == len(b), a[0]
+        for i, (u, v) in enumerate(zip(a[1:], b[1:], strict=True)):
+            told = type(u).__name__ == "LazyDict" == type(v).__name__  # what hooks are told of a launch
+            assert told or values(u) == values(v), f"{a[0]}, argument {i}: {u}, then {v}"
+        print("relaunched", a[0], len(a))
+
+
 def main(arguments: list[str]) -> None:
     """Print a line for each kernel of the chosen architectures, dtypes and formats, at several numbers of tokens."""
+    if "relaunch" in arguments:
+        for architecture, num_tokens in itertools.product([a for a in arguments if a in ARCHITECTURES], (1, 100)):
+            relaunched(architecture, num_tokens)
+        return
     architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
     dtypes = [a for a in arguments if a in ("bfloat16", "float16", "float32")] or ["bfloat16"]
     forms = [a for a in arguments[:] if a in FORMATS and a not in dtypes] or dtypes

@@ -10,7 +10,6 @@ import torch
 
 import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
-from moestro.errors import UnsupportedError
 from moestro.ops.expert_mlp import triton as engine
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.types import GPT_OSS_SWIGLU
@@ -141,13 +140,6 @@ def test_strategies_by_the_public_function(strategy):
     assert bit_equal(y, moestro.expert_mlp(x, routing, weights, strategy))
 
 
-def test_every_expert_on_every_token_is_refused_in_words():
-    sizes = problems.Sizes(4, 20, 12, 3, 2)
-    weights, routing = problems.weights(sizes, Activation(), torch.float32), problems.routing(sizes)
-    with pytest.raises(UnsupportedError, match="all_experts"):
-        moestro.expert_mlp(torch.randn(4, 20), routing, weights, "all_experts")
-
-
 def test_a_tokens_bits_do_not_depend_on_its_batch():
     """With torch.use_deterministic_algorithms(True), under which tests run."""
     sizes = problems.Sizes(70, 40, 24, 4, 2)
@@ -163,6 +155,8 @@ def test_a_tokens_bits_do_not_depend_on_its_batch():
 @pytest.mark.parametrize("activation", [problems.ACTIVATIONS[0], problems.ACTIVATIONS[-1], problems.ACTIVATIONS[2]])
 def test_weights_through_tensor_maps(activation):
     """Both orders of gate and up, experts in the middle of another tensor, and sizes that leave boxes half full."""
+    from moestro.ops.expert_mlp.triton_launch import tensor_map
+
     mapped = replace(TILE, tensor_map=True)
     how = replace(SMALL, gate_up=mapped, down=replace(mapped, columns=16, swap=True))
     for dtype in DTYPES:
@@ -173,21 +167,23 @@ def test_weights_through_tensor_maps(activation):
         inside = replace(weights, gate_up=moestro.formats.dense(wide[:, : weights.gate_up.shape[1], 16:80]))
         x, routing = torch.randn(5, 64).to(dtype), problems.routing(sizes)
         for layer in (weights, inside):
-            assert engine._tensor_map(layer.gate_up, mapped, dtype, activation) is not None
+            assert tensor_map(layer.gate_up, mapped, dtype, activation) is not None
             assert bit_equal(check(x, routing, layer, how), check(x, routing, layer, replace(SMALL, down=how.down)))
 
 
 def test_weights_that_tensor_maps_cannot_describe_go_by_pointers():
+    from moestro.ops.expert_mlp.triton_launch import tensor_map
+
     mapped = replace(TILE, tensor_map=True)
     for shape, dtype in (((2, 8, 40), torch.float32), ((2, 8, 64), torch.bfloat16), ((0, 8, 64), torch.float32)):
         stored = moestro.formats.dense(torch.randn(shape).to(dtype))
         whole = shape[0] > 0 and shape[2] % 32 == 0 and dtype == torch.float32
-        assert (engine._tensor_map(stored, mapped, torch.float32, None) is None) is not whole
+        assert (tensor_map(stored, mapped, torch.float32, None) is None) is not whole
     for data in (
         torch.randn(2, 64, 8).transpose(1, 2),
         torch.randn(2, 8, 66)[:, :, 1:65],
         torch.randn(1, 8, 64)[[0] * 2],
     ):
-        found = engine._tensor_map(moestro.formats.dense(data), mapped, torch.float32, None)
+        found = tensor_map(moestro.formats.dense(data), mapped, torch.float32, None)
         assert (found is None) is (data.stride(2) != 1 or data.data_ptr() % 16 != 0 or data.stride(1) % 4 != 0)
-    assert engine._tensor_map(moestro.formats.dense(torch.randn(2, 8, 64)), TILE, torch.float32, None) is None
+    assert tensor_map(moestro.formats.dense(torch.randn(2, 8, 64)), TILE, torch.float32, None) is None

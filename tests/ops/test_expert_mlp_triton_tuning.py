@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton_tuning as tuning
 from moestro.ops.expert_mlp.triton_tuning import Problem
-
-from .engines import PACKAGE, TESTS
 
 H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
 A100 = gpu.Device((8, 0), 108, gpu.shared_memory((8, 0)))
@@ -96,14 +91,8 @@ def test_a_block_size_that_is_asked_for(block, rows):
     assert (how.block, how.rows, how.strategy) == (min(block, 128), rows, "blockwise")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("sm_90", "bfloat16", "4096"), ("sm_86", "bfloat16", "mxfp4", "64")], ids="-".join
-)
-def test_kernels_compile_within_the_part(arguments):
-    """What a launch compiles for a GPU that is not here: shared memory that it has, nothing spilled, its instructions.
-
-    `python -m ops.compiled` in tests/ prints the same for every architecture, dtype and format.
-    """
+def said(*arguments: str) -> list[str]:
+    """What `python -m ops.compiled` prints, in a process whose kernels are compiled and not interpreted."""
     pytest.importorskip("triton")
     path = os.pathsep.join((str(PACKAGE), str(TESTS)))
     run = subprocess.run(
@@ -116,7 +105,25 @@ def test_kernels_compile_within_the_part(arguments):
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    lines = [line for line in run.stdout.splitlines() if "gate_up_kernel" in line or "down_kernel" in line]
+    return run.stdout.splitlines()
+
+
+def test_a_second_launch_hands_over_what_the_first_did():
+    lines = said("relaunch", "sm_90")
+    for kernel in ("gate_up_kernel", "down_kernel", "sum_slots_kernel"):
+        assert sum(f"relaunched {kernel}" in line for line in lines) == 2
+
+
+COMPILED = [("sm_90", "bfloat16", "4096"), ("sm_86", "bfloat16", "mxfp4", "64")]
+
+
+@pytest.mark.parametrize("arguments", COMPILED, ids="-".join)
+def test_kernels_compile_within_the_part(arguments):
+    """What a launch compiles for a GPU that is not here: shared memory that it has, nothing spilled, its instructions.
+
+    `python -m ops.compiled` in tests/ prints the same for every architecture, dtype and format.
+    """
+    lines = [line for line in said(*arguments) if "gate_up_kernel" in line or "down_kernel" in line]
     assert len(lines) == 2
     for line in lines:
         words = line.split()

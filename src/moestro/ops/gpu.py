@@ -6,6 +6,7 @@ import functools
 import importlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ def missing() -> str | None:
     return None
 
 
+@functools.cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     if missing() is not None:
@@ -105,6 +107,38 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+class Launch:
+    """A kernel and the values it is compiled for; from the second launch on the first one's code runs at once.
+
+    Triton's own launch looks at every argument anew. What it would look for must not change then: whether pointers are
+    multiples of 16, and which of the integers it specialises on are 1 or multiples of 16.
+
+    Args:
+        kernel: of `triton.jit`, whose compile-time parameters stand last.
+        values: all of these by name, in order.
+        resources: `num_warps`, `num_stages`, and other options of a launch.
+    """
+
+    def __init__(self, kernel: Any, values: dict[str, Any], resources: dict[str, Any]) -> None:
+        names = [p.name for p in kernel.params if p.is_constexpr] if hasattr(kernel, "params") else list(values)
+        self._kernel, self._options = kernel, {**values, **resources}
+        self._values = [values[name] for name in names]
+        self._compiled: dict[int, Any] = {}
+        self._driver = importlib.import_module("triton.runtime").driver
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        """Launch that many programs on the current device with the arguments that are not compile-time values."""
+        if interpreted():
+            self._kernel[(programs,)](*arguments, **self._options)
+            return
+        device = self._driver.active.get_current_device()
+        compiled = self._compiled.get(device)
+        if compiled is None:
+            self._compiled[device] = self._kernel[(programs,)](*arguments, **self._options)
+        else:
+            compiled[programs, 1, 1](*arguments, *self._values)
 
 
 def device_of(tensor: Tensor) -> Device:

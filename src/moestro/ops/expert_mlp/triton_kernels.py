@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moestro.ops.expert_mlp.triton_weights import add_product, finish, round_to, step_meta, weight_tile
-
-__all__ = ["DTYPES", "Rows", "TensorDescriptor", "down_kernel", "gate_up_kernel", "sum_slots_kernel"]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -307,16 +304,15 @@ def down_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def sum_slots_kernel(pieces, ids, out, T, H, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
+def sum_slots_kernel(pieces, ids, out, T, H, parts, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
     """out [T, H]: each token's pieces added up, slot after slot; those of an empty slot are not loaded."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
     for slot in tl.range(0, TOP_K):
         pair = token * TOP_K + slot
         mask = (columns < H) & (tl.load(ids + pair) >= 0)
         for piece in tl.static_range(SPLITS):
-            acc += tl.load(pieces + (piece * T.to(tl.int64) * TOP_K + pair) * H + columns, mask=mask, other=0.0).to(
-                tl.float32
-            )
+            at = pieces + (piece * T.to(tl.int64) * TOP_K + pair) * H + columns
+            acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + token * H + columns, round_to(acc, out.dtype.element_ty), mask=columns < H)

@@ -6,6 +6,7 @@ tokens an expert); none has been measured with these kernels yet.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from moestro.ops.gpu import Device
@@ -124,6 +125,7 @@ class Plan:
         return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
     """The plan for a call.
 
