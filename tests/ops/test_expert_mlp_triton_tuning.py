@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton_tuning as tuning
 from moestro.ops.expert_mlp.triton_tuning import Problem
+
+from .engines import PACKAGE, TESTS
 
 H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
 A100 = gpu.Device((8, 0), 108, gpu.shared_memory((8, 0)))
