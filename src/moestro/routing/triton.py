@@ -47,18 +47,24 @@ def route(
     limits = _NO_GROUPS if groups is None or groups[0] == 1 else groups
     if not _fits(logits, top_k, scoring, correction, limits):
         return None
+    return launch(logits, top_k, scoring, correction, limits)
+
+
+def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, limits: _Groups) -> Routing:
+    """`route` of arguments that fit."""
     logits = topk.cpu.rows(logits)
     correction = None if correction is None else correction.contiguous()
-    slots = top_k + scoring.shared_experts
-    ids = torch.empty((logits.shape[0], slots), dtype=torch.int64, device=logits.device)
-    weights = torch.empty((logits.shape[0], slots), dtype=torch.float32, device=logits.device)
     num_tokens, num_columns = logits.shape
+    slots = top_k + scoring.shared_experts
+    ids = torch.empty((num_tokens, slots), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=logits.device)
     if num_tokens:
         fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, correction is not None)
-        _kernels().route_kernel[(-(-num_tokens // block_t),)](
-            logits, correction, ids, weights, num_tokens, logits.stride(0), *_numbers(scoring, limits[3]),
-            **fixed, num_warps=warps, **ASSERTING,
-        )  # fmt: skip
+        with gpu.on(logits):
+            _kernels().route_kernel[(-(-num_tokens // block_t),)](
+                logits, correction, ids, weights, num_tokens, logits.stride(0), *_numbers(scoring, limits[3]),
+                **fixed, num_warps=warps, **ASSERTING,
+            )  # fmt: skip
     return Routing.unchecked(ids, weights, scoring.weight_on)
 
 

@@ -70,21 +70,22 @@ def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
     bound = most_blocks(num_pairs, num_experts, block_size)
     rows = _allocate((num_pairs, num_experts + 1, bound, bound, 1), ids.device)
     bins, tile, warps = tuning.launch(num_pairs, num_experts)
-    _kernels().rows_kernel[(num_experts,)](
-        ids,
-        rows.pairs,
-        rows.offsets,
-        rows.block_expert,
-        rows.block_start,
-        rows.num_blocks,
-        num_pairs,
-        num_experts,
-        bound,
-        BLOCK=block_size,
-        BINS=bins,
-        TILE=tile,
-        num_warps=warps,
-    )
+    with gpu.on(ids):
+        _kernels().rows_kernel[(num_experts,)](
+            ids,
+            rows.pairs,
+            rows.offsets,
+            rows.block_expert,
+            rows.block_start,
+            rows.num_blocks,
+            num_pairs,
+            num_experts,
+            bound,
+            BLOCK=block_size,
+            BINS=bins,
+            TILE=tile,
+            num_warps=warps,
+        )
     return rows
 
 
@@ -108,19 +109,20 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
     sizes = (num_pairs, num_pairs, num_experts + 1, num_pairs)
     found = Grouping(*(torch.empty(size, dtype=torch.int64, device=ids.device) for size in sizes))
     bins, tile, warps = tuning.launch(num_pairs, num_experts)
-    _kernels().order_kernel[(num_experts + 1,)](
-        ids,
-        found.token_ids,
-        found.slots,
-        found.offsets,
-        found.inverse,
-        ids.shape[1],
-        num_pairs,
-        num_experts,
-        BINS=bins,
-        TILE=tile,
-        num_warps=warps,
-    )
+    with gpu.on(ids):
+        _kernels().order_kernel[(num_experts + 1,)](
+            ids,
+            found.token_ids,
+            found.slots,
+            found.offsets,
+            found.inverse,
+            ids.shape[1],
+            num_pairs,
+            num_experts,
+            BINS=bins,
+            TILE=tile,
+            num_warps=warps,
+        )
     return found
 
 
@@ -131,20 +133,21 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     sizes = ((num_blocks,), (num_blocks, block_size), tuple(ids.shape), (num_experts,))
     found = BlockSchedule(*(torch.empty(size, dtype=torch.int64, device=ids.device) for size in sizes))
     bins, tile, warps = tuning.launch(ids.numel(), num_experts)
-    _kernels().schedule_kernel[(num_experts + 1,)](
-        ids,
-        found.block_experts,
-        found.pair_ids,
-        found.scatter_index,
-        found.counts,
-        ids.numel(),
-        num_experts,
-        num_blocks,
-        block_size,
-        BINS=bins,
-        TILE=tile,
-        num_warps=warps,
-    )
+    with gpu.on(ids):
+        _kernels().schedule_kernel[(num_experts + 1,)](
+            ids,
+            found.block_experts,
+            found.pair_ids,
+            found.scatter_index,
+            found.counts,
+            ids.numel(),
+            num_experts,
+            num_blocks,
+            block_size,
+            BINS=bins,
+            TILE=tile,
+            num_warps=warps,
+        )
     return found
 
 

@@ -56,19 +56,20 @@ def topk(scores: Tensor, k: int) -> Tensor:
         return indices
     dtype, infinity = _BITS[scores.dtype]
     block_t, block_e, warps = tuning.tile(num_experts)
-    _kernels().topk_kernel[(-(-num_tokens // block_t),)](
-        scores.view(dtype),
-        indices,
-        num_tokens,
-        scores.stride(0),
-        E=num_experts,
-        TOP_K=k,
-        WIDE=dtype == torch.int32,
-        INFINITY=infinity,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        BLOCK_K=tuning.power_of_two(k),
-        num_warps=warps,
-        **ASSERTING,
-    )
+    with gpu.on(scores):
+        _kernels().topk_kernel[(-(-num_tokens // block_t),)](
+            scores.view(dtype),
+            indices,
+            num_tokens,
+            scores.stride(0),
+            E=num_experts,
+            TOP_K=k,
+            WIDE=dtype == torch.int32,
+            INFINITY=infinity,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+            BLOCK_K=tuning.power_of_two(k),
+            num_warps=warps,
+            **ASSERTING,
+        )
     return indices
