@@ -110,7 +110,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    missing = {"triton": "not installed: no GPU kernels of its own are in this version, so nothing needs it"}
+    missing = {"triton": "not installed: the kernels for NVIDIA GPUs need it"}
     versions = [(name, value or missing.get(name, "not installed")) for name, value in found["versions"].items()]
     rows = {"versions": versions, "machine": _machine_rows(found["machine"])}
     for operation, entries in found["implementations"].items():
