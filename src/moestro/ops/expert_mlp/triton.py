@@ -97,12 +97,7 @@ def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
 
 
 def _computed_in(x: Tensor, stored: WeightFormat) -> torch.dtype:
-    """float16 does not hold the range of scales that are powers of two, which tiles of weights are multiplied by."""
-    if stored.is_dense:
-        return torch.promote_types(x.dtype, stored.storage)
-    assert stored.scaling is not None
-    powers = stored.scaling.dtypes[0] in (torch.uint8, torch.float8_e8m0fnu)
-    return torch.float32 if x.dtype == torch.float16 and powers else x.dtype
+    return torch.promote_types(x.dtype, stored.storage) if stored.is_dense else x.dtype
 
 
 def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Tensor:
