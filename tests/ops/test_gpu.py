@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -68,3 +69,54 @@ def test_what_is_recorded_or_watched_is_refused(triton_device: torch.device) -> 
 )
 def test_shared_memory_is_that_of_the_part(capability: tuple[int, int], kilobytes: int) -> None:
     assert gpu.shared_memory(capability) == kilobytes * 1024
+
+
+class Stream:
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+def test_shared_experts_run_beside_the_routed_ones(monkeypatch):
+    """The order of waits on two streams: the side begins after what came before, and the sum waits for the side."""
+    told: list[str] = []
+    main, side = Stream("main", told), Stream("side", told)
+    monkeypatch.setattr(gpu, "_streams", lambda device: (main, side))
+    monkeypatch.setattr(gpu, "_overlaps", lambda x: True)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: told.append(f"kept for {stream.name}"))
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: told.append(f"on {stream.name}") or contextlib.nullcontext()
+    )
+    shared = moestro.SharedExperts(8, 4)
+    router = moestro.TopKRouter(8, 4, 2)
+    layer = moestro.MoE(router, moestro.Experts(4, 8, 6), shared_experts=shared)
+    x = torch.randn(3, 8)
+    y = layer(x)
+    assert told == ["side waits for main", "on side", "main waits for side", "kept for main"]
+    monkeypatch.undo()
+    assert torch.equal(y, layer(x))
+
+
+def test_few_rows_and_gradients_stay_on_one_stream(monkeypatch):
+    x = torch.zeros(gpu.LEAST_OVERLAPPED, 2)
+    assert not gpu._overlaps(x)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not gpu._overlaps(x)  # gradients are recorded
+    with torch.no_grad():
+        assert gpu._overlaps(x)
+        assert not gpu._overlaps(x[1:])
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert gpu._overlaps(x[1:])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are a GPU's")
+def test_two_streams_compute_what_one_does():
+    layer = moestro.MoE(moestro.TopKRouter(64, 4, 2), moestro.Experts(4, 64, 48), moestro.SharedExperts(64, 32)).cuda()
+    x = torch.randn(512, 64, device="cuda")
+    with torch.no_grad():
+        expected = layer._routed(x, layer.route(x), layer.experts) + layer.shared_experts(x)
+        for _ in range(20):
+            assert torch.equal(layer(x), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,42 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+LEAST_OVERLAPPED = 256
+"""Rows from which two computations are worth a second stream, where a CUDA graph does not make it free."""
+
+
+def beside(x: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """What two independent computations on x return, the second on a stream of its own where that can overlap them.
+
+    That is on a GPU, without gradients, in a CUDA graph that is being captured or with many rows of x.
+    """
+    if torch.compiler.is_compiling() or not _overlaps(x):
+        return first(), second()
+    main, side = _streams(x.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        other = second()
+    own = first()
+    main.wait_stream(side)
+    other.record_stream(main)
+    return own, other
+
+
+def _overlaps(x: Tensor) -> bool:
+    if not x.is_cuda or torch.is_grad_enabled():
+        return False
+    return x.shape[0] >= LEAST_OVERLAPPED or torch.cuda.is_current_stream_capturing()
+
+
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.current_stream(device), _side_stream(device)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Launch:
