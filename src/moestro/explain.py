@@ -131,7 +131,8 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
     if weights.row_format != "float":
-        return f"{text}, multiplied as integers: rows are rounded to {weights.row_format}"
+        numbers = "integers" if weights.row_format == "int8" else "8-bit floats"
+        return f"{text}, multiplied as {numbers}: rows are rounded to {weights.row_format}"
     if all(s.format.is_dense for s in stored):
         return text
     if chosen == gpu.IMPLEMENTATION:

@@ -161,7 +161,10 @@ def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
             if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
                 return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
     if weights.row_format != "float" and _wants_gradient((x, routing.routing_weights, *weights.tensors)):
-        return "rows rounded to int8 have no gradient, and a tensor requires one: call it under torch.no_grad()"
+        return (
+            f"rows rounded to {weights.row_format} have no gradient, and a tensor requires one: "
+            "call it under torch.no_grad()"
+        )
     return "meta tensors hold no values to compute with" if x.device.type == "meta" else None
 
 

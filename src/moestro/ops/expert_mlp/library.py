@@ -42,7 +42,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     if weights.row_format != "float":
         layout = f"{layout}|{weights.row_format}"
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
-            raise _rounded()
+            raise _rounded(weights.row_format)
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     node = (
@@ -91,10 +91,10 @@ def _untrained(layout: str) -> UnsupportedError:
     )
 
 
-def _rounded() -> UnsupportedError:
+def _rounded(row_format: str) -> UnsupportedError:
     return unsupported(
         "expert_mlp",
-        got="torch.compile with rows as int8, and a tensor that requires a gradient",
+        got=f"torch.compile with rows as {row_format}, and a tensor that requires a gradient",
         needs="no gradient, which rounding does not have",
         fix="Call it under torch.no_grad(), or leave rows as float.",
     )
@@ -226,7 +226,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     wants = ctx.needs_input_grad
     needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
     if ctx.words[2].count("|") > 1:
-        raise _rounded()
+        raise _rounded(ctx.words[2].rpartition("|")[2])
     if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
         raise _untrained(ctx.words[2])
     grads = iter(
