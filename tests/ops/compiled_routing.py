@@ -60,8 +60,9 @@ def main(arguments: list[str]) -> None:
     """Print a line for each kernel."""
     for architecture in arguments or list(ARCHITECTURES):
         for called, kernel in kernels(architecture):
+            most = device(architecture).shared_memory
             print(
-                f"{architecture} {kernel.name} ({called}) shared {kernel.shared} of {device(architecture).shared_memory} "
+                f"{architecture} {kernel.name} ({called}) shared {kernel.shared} of {most} "
                 f"registers {kernel.registers} spills {kernel.spills} asserts {kernel.ptx.count('call.uni')} "
                 f"vectors {kernel.ptx.count('ld.global.v')}",
                 flush=True,

@@ -1,4 +1,4 @@
-"""Kernels of top-k, grouping and routing, compiled for Hopper: no spills, shared memory of any part, assertions kept."""
+"""Kernels of top-k, grouping and routing, compiled for Hopper: no spills, and their assertions are kept."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moestro.errors import unsupported
 from moestro.formats import WeightFormat
 from moestro.ops import gpu
-from moestro.ops.expert_mlp import triton_tuning
+from moestro.ops.expert_mlp import triton_tuned, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import EMPTY, Routing
@@ -72,7 +72,9 @@ def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[st
         UnsupportedError: "all_experts" with weights on the input.
     """
     invariant = torch.are_deterministic_algorithms_enabled()
-    return triton_tuning.choose(problem(x, routing, weights), gpu.device_of(x), strategy, invariant)
+    asked = problem(x, routing, weights)
+    tuned = None if invariant or strategy != ("auto", None) else triton_tuned.find(asked, x.device)
+    return tuned or triton_tuning.choose(asked, gpu.device_of(x), strategy, invariant)
 
 
 def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
