@@ -44,7 +44,7 @@ class FakeCuda:
         return SimpleNamespace(record=lambda: self.log.append("record"), elapsed_time=lambda end: 2.5)
 
     def Stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
+        return SimpleNamespace(wait_stream=lambda other: self.log.append("wait"), synchronize=lambda: None)
 
     def current_stream(self) -> SimpleNamespace:
         return self.Stream()
@@ -56,12 +56,11 @@ class FakeCuda:
         return "pool"
 
     def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: self.log.append("replay"))
-
-    def graph(self, graph: object, pool: str) -> nullcontext[None]:
-        assert pool == "pool"
-        self.log.append("capture")
-        return nullcontext()
+        return SimpleNamespace(
+            capture_begin=lambda pool: self.log.append(f"begin in {pool}"),
+            capture_end=lambda: self.log.append("end"),
+            replay=lambda: self.log.append("replay"),
+        )
 
 
 def test_an_event_clock_waits_before_it_starts_and_clears_the_cache() -> None:
@@ -130,13 +129,30 @@ def test_a_graph_is_captured_after_calls_and_replayed(tiny, peer: str | None) ->
     x, routings = inputs(layer, 5, count=1)
     with torch.inference_mode():
         call = variant.prepare(layer)(x, routings[0])
-        assert cuda.log == ["wait", "wait", "capture"]
+        assert cuda.log == ["wait", "begin in pool", "end", "wait"]
         output = call()
     assert cuda.log[-1] == "replay"
     assert disagreement(output, expected_output(layer, x, routings[0]), torch.float32) is None
     many = torch.zeros(MOST_TOKENS + 1, x.shape[1])
     with pytest.raises(UnsupportedError, match="at most 64"):
         variant.prepare(layer)(many, routings[0])
+
+
+def test_a_call_that_cannot_be_captured_ends_its_capture(tiny) -> None:
+    cuda, layer, calls = FakeCuda(), make_layer(tiny("olmoe"), torch.float32, 6), []
+
+    def waits() -> torch.Tensor:
+        calls.append("call")
+        if "begin in pool" in cuda.log:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(())
+
+    variant = graphed(replace(ours(), prepare=lambda layer: lambda x, routing: waits), cuda)
+    x, routings = inputs(layer, 2, count=1)
+    with pytest.raises(RuntimeError, match="capturing"):
+        variant.prepare(layer)(x, routings[0])
+    assert cuda.log[-1] == "end"
+    assert len(calls) == 3
 
 
 def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +167,7 @@ def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     peers = [v.name for v in plan.peers]
     assert peers[:4] == ["eager", "batched_mm", "grouped_mm", "torch-grouped_mm"]
-    assert peers[4:] == ["batched_mm-graph", "grouped_mm-graph", "torch-grouped_mm-graph"]
+    assert peers[4:] == ["grouped_mm-graph", "torch-grouped_mm-graph"]
     # As many seconds as every variant may spend at every point leave more than half of the budget to compilers.
     groups = [measure._groups(plan, torch.bfloat16)][0]
     timed = sum(len(g.ours) + len(g.peers) for g in groups) * len(plan.tokens) * len(plan.layers) * plan.seconds

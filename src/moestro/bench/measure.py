@@ -209,7 +209,7 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
     with torch.inference_mode():
         for spec in plan.layers:
             for dtype in plan.dtypes:
-                gc.collect()  # what the last layer held must not count against this one
+                release(plan.device)
                 free = machine.available_bytes(plan.device)
                 try:
                     num_experts = experts_that_fit(spec, dtype, free, max(plan.tokens))
@@ -221,6 +221,7 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
                 if layer.notes:
                     report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
                 for group in _groups(plan, dtype):
+                    release(plan.device)
                     limits = _Limits(roofs[dtype], report.peaks, budget)
                     report.rows += _run_group(replace(layer, quantized={}), group, limits, on_point)
                 del layer
@@ -229,6 +230,13 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
     if notes:
         report.notes["run"] = notes
     return report
+
+
+def release(device: str) -> None:
+    """Give back what nobody holds any more: what the last layer or group used must not count against the next."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _gpu(device: str) -> dict[str, Any]:

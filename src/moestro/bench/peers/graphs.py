@@ -44,15 +44,22 @@ def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
 
 
 def _captured(call: Call, pool: object, module: Any) -> Call:
-    """Kernels are compiled, and libraries find their memory, in calls on a stream of their own before the capture."""
+    """Kernels are compiled, and libraries find their memory, in calls on a stream of their own before the capture.
+
+    `torch.cuda.graph` would collect garbage and hand memory back at each capture, of which there are many here.
+    """
     stream, graph = module.Stream(), module.CUDAGraph()
     stream.wait_stream(module.current_stream())
     with module.stream(stream):
         for _ in range(_CALLS_BEFORE):
             call()
+        stream.synchronize()
+        graph.capture_begin(pool=pool)
+        try:
+            output = call()
+        finally:
+            graph.capture_end()
     module.current_stream().wait_stream(stream)
-    with module.graph(graph, pool=pool):
-        output = call()
 
     def replay() -> Tensor:
         graph.replay()
