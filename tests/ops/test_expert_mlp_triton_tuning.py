@@ -65,6 +65,7 @@ def test_weights_are_the_left_operand_where_hopper_has_few_rows():
     for t, swap in ((1, True), (64, True), (4096, False)):
         assert choose(problem("qwen3", t)).gate_up.swap is swap
         assert not choose(problem("qwen3", t), A100).gate_up.swap
+        assert choose(problem("qwen3", t, bits=4.25)).gate_up.swap
 
 
 def test_pairs_are_not_ordered_where_there_are_few():

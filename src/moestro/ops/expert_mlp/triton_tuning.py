@@ -199,7 +199,7 @@ def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
         first = Tile(128, 64, 8 if problem.is_stepped and not hopper else 4, 4)
     else:
         first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
-    if hopper and rows < 64:
+    if hopper and (rows < 64 or packed):  # few rows, or weights that are decoded into the left operand's registers
         first = replace(first, swap=True)
     if device.capability >= (9, 0) and rows >= 64 and not packed:
         first = replace(first, tensor_map=True)
