@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from moestro.ops import gpu_checks
 from moestro.ops.grouping import triton as grouping
 from moestro.ops.topk import triton as topk
 from moestro.routing import GroupLimit, Scoring
@@ -43,6 +44,8 @@ def kernels(architecture: str) -> Iterator[tuple[str, Compiled]]:
     for dtype, num_experts, k in ((torch.float32, 128, 8), (torch.bfloat16, 128, 8), (torch.float32, 4096, 64)):
         scores = torch.zeros(9, num_experts, dtype=dtype)
         yield f"E={num_experts} K={k} {dtype}", one(architecture, "topk_kernel", lambda: topk.topk(scores, k))  # noqa: B023
+    ids, weights = torch.zeros(9, 8, dtype=torch.long), torch.zeros(9, 8)
+    yield "T=9 K=8", one(architecture, "check_kernel", lambda: gpu_checks.launch(ids, weights, 128))
     for scoring, num_experts, k, groups in ROUTERS:
         logits, correction = torch.zeros(9, num_experts), None if groups is None else torch.zeros(num_experts)
         given = (logits, k, Scoring.of(scoring), correction, (1, 1, 1, 0.0) if groups is None else groups.sizes)

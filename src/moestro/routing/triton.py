@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moestro.ops import _select, gpu, native, topk
+from moestro.ops.gpu_checks import ASSERTING
 from moestro.ops.topk import tuning
-from moestro.ops.topk.triton import ASSERTING
 from moestro.routing.scoring import Scoring
 from moestro.types import Routing
 

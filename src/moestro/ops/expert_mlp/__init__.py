@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.ops import _select, gpu, native
+from moestro.ops import _select, gpu, gpu_checks, native
 from moestro.ops.expert_mlp import cpu, plain, reference, triton, tuning
 from moestro.ops.grouping import choose_block_size
 from moestro.types import Routing
@@ -46,7 +46,10 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
             weights that require a gradient, a gradient of anything with rows as int8, meta tensors.
     """
     _check(x, routing, weights)
-    if not native.fits(routing, weights.num_experts):
+    fits = native.fits(routing, weights.num_experts) or gpu_checks.check(
+        routing.expert_ids, routing.routing_weights, weights.num_experts
+    )
+    if not fits:
         routing.check(weights.num_experts, "expert_mlp")
     return run(x, routing, weights, strategy)
 

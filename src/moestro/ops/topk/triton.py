@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moestro.ops import gpu
+from moestro.ops.gpu_checks import ASSERTING
 from moestro.ops.topk import plain, tuning
 
 _BITS = {
@@ -18,9 +19,6 @@ _BITS = {
     torch.float16: (torch.int16, 0x7C00),
 }
 """For each dtype of scores: integers of its width, and the bits of infinity."""
-
-ASSERTING = {"debug": True, "sanitize_overflow": False}
-"""Options of a launch that keep a kernel's assertions on values, and add none on integers."""
 
 
 @functools.cache
