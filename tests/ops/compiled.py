@@ -1,6 +1,7 @@
 """Triton's kernels compiled for GPUs that are not here: what a launch would compile, and what that needs.
 
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
+    TRITON_INTERPRET=0 python -m ops.compiled sm_90 fp8-e4m3-b128/fp8-e4m3    (rows rounded to 8-bit floats)
 
 A driver that answers for a GPU stands in for the one that is missing; kernels are compiled by the very calls that
 launch them, and not run.
@@ -133,7 +134,8 @@ def layer(
     data = ExpertWeights.from_dense(
         torch.zeros(experts, 2 * inner, hidden), torch.zeros(experts, hidden, inner), None, None, activation
     )
-    weights = data.quantize(form)
+    stored, _, rows = form.partition("/")
+    weights = data.quantize(stored, row_format=rows or "float")  # type: ignore[arg-type]
     x = torch.zeros(num_tokens, hidden, dtype=dtype)
     routing = Routing(torch.zeros(num_tokens, top_k, dtype=torch.long), torch.zeros(num_tokens, top_k))
     with compiling(architecture) as found:
@@ -177,7 +179,7 @@ def main(arguments: list[str]) -> None:
         return
     architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
     dtypes = [a for a in arguments if a in ("bfloat16", "float16", "float32")] or ["bfloat16"]
-    forms = [a for a in arguments[:] if a in FORMATS and a not in dtypes] or dtypes
+    forms = [a for a in arguments[:] if a.partition("/")[0] in FORMATS and a not in dtypes] or dtypes
     tokens = [int(a) for a in arguments if a.isdigit()] or [1, 64, 512, 4096]
     for architecture, dtype, form, num_tokens in itertools.product(architectures, dtypes, forms, tokens):
         for kernel in layer(architecture, getattr(torch, dtype), form, num_tokens).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import ml_dtypes
@@ -97,3 +98,49 @@ def test_in_a_graph():
     experts = moestro.Experts.from_weights(weights).requires_grad_(False)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, routing), moestro.expert_mlp(x, routing, weights))
+
+
+@pytest.fixture
+def device(triton_device: torch.device):
+    torch.set_default_device(triton_device)
+    yield triton_device
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "int8"])
+def test_triton_rounds_rows_as_defined(device, name):
+    to = "int8" if name == "int8" else "fp8-e4m3"
+    columns = moestro.formats.FORMATS[name].scaling.columns
+    rounding = importlib.import_module("moestro.ops.expert_mlp.triton_rows").Rounding(to, 1100, columns)
+    x = torch.randn(9, 1100) * torch.logspace(-30, 37, 9)[:, None]
+    x[3] = 0.0
+    x[4, 7], x[5, 1000], x[6, 3] = torch.inf, torch.nan, -torch.inf
+    for rows in (x, x.to(torch.bfloat16), x[:, ::1][:7]):
+        codes, scales = rounding(rows)
+        if to == "int8":
+            values, expected = reference.round_rows(rows)
+            assert torch.equal(codes.float(), values)
+        else:
+            values, expected = reference.round_rows_e4m3(rows, columns or 1100)
+            assert torch.equal(codes.view(torch.float8_e4m3fn).float(), values)
+        torch.testing.assert_close(scales, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "int8"])
+def test_triton(device, name):
+    for kind, weight_on, strategy in (("random", "output", "grouped"), ("skewed", "input", "selective")):
+        x, routing, weights = layer("fp8-e4m3-channel" if name == "int8" else name, kind, weight_on)
+        if name == "int8":
+            weights = weights.quantize("int8", row_format="int8")
+        with torch.no_grad():
+            assert moestro.explain(moestro.expert_mlp, x, routing, weights).chosen == "triton"
+            close(moestro.expert_mlp(x, routing, weights, strategy), x, routing, weights)
+            low = x.to(torch.bfloat16)
+            close(moestro.expert_mlp(low, routing, weights, strategy), low, routing, weights)
+
+
+def test_triton_has_integers_of_eight_bits_only(device):
+    four = stored_weights("int4-g32", sizes_for("int4-g32"), GPT_OSS_SWIGLU)
+    x = torch.randn(sizes_for("int4-g32").num_tokens, four.hidden_size)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="by weights stored as int8"):
+        moestro.expert_mlp(x, problems.routing(sizes_for("int4-g32")), replace(four, row_format="int8"))

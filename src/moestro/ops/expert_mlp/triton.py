@@ -18,6 +18,10 @@ from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
 
+LEAST_FP8 = (8, 9)
+"""Compute capability of the first GPUs whose tensor cores multiply 8-bit floats."""
+
+_ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +40,7 @@ def supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     return (
         gpu.unusable(x)
         or _no_layer(weights)
+        or _no_rows(x, weights)
         or no_dtype(x, routing, weights)
         or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
     )
@@ -45,14 +50,24 @@ def _no_layer(weights: ExpertWeights) -> str | None:
     """Why these kernels have no layer like this; None if they do."""
     if weights.activation.kind == "custom" or weights.output_norm is not None:
         return "it cannot call a Python function, and the activation or the output norm is one"
-    if weights.row_format != "float":
-        return f"it multiplies rows of floats only, and these are to be rounded to {weights.row_format}"
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
         reason: str | None = _weights().unreadable(stored)
         if reason is not None:
             return reason.format(name=name)
+    return None
+
+
+def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
+    """Why these kernels do not multiply rows rounded as the weights ask; None if they do."""
+    if weights.row_format == "int8":
+        for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
+            if form.element != "int8":
+                return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
+    capability = gpu.device_of(x).capability
+    if weights.row_format == "fp8-e4m3" and capability < LEAST_FP8 and not gpu.interpreted():
+        return "the tensor cores of {}.{} do not multiply 8-bit floats, those of 8.9 and later do".format(*capability)
     return None
 
 
@@ -94,7 +109,9 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
 
 
 def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
-    """What rows like x are multiplied in, and what stands between the two products."""
+    """What rows like x are multiplied in, and, unless they are rounded, what stands between the two products."""
+    if weights.row_format != "float":
+        return _ROUNDED[weights.row_format]
     return torch.promote_types(_computed_in(x, weights.gate_up.format), _computed_in(x, weights.down.format))
 
 

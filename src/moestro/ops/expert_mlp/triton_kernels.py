@@ -12,9 +12,23 @@ import torch
 import triton
 import triton.language as tl
 
-from moestro.ops.expert_mlp.triton_weights import add_product, finish, round_to, step_meta, weight_tile
+from moestro.ops.expert_mlp.triton_weights import (
+    add_product,
+    add_rounded_product,
+    as_stored,
+    finish,
+    round_to,
+    step_meta,
+    weight_tile,
+)
 
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.int8: tl.int8,
+}
 
 
 class Rows(NamedTuple):
@@ -82,7 +96,20 @@ def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr):
     """[BM, BK] of the rows that begin at rows_at, zero beyond K and where there is no row, which is not loaded."""
     columns = k0 + tl.arange(0, BK)
     mask = live[:, None] & (columns < K)[None, :]
-    return tl.load(rows_at[:, None] + columns[None, :], mask=mask, other=0.0).to(DTYPE)
+    x = tl.load(rows_at[:, None] + columns[None, :], mask=mask, other=0)
+    if tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
+        return as_stored(x, DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def scale_places(scales, rows, K, w):
+    """Where the scales of rounded rows begin, or None where rows are floats."""
+    if scales is None:
+        return None
+    else:
+        return scales + rows * (tl.cdiv(K, w.columns) if w.columns > 0 else 1)
 
 
 @triton.jit
@@ -106,6 +133,7 @@ def upright(acc, SWAP: tl.constexpr):
 @triton.jit
 def product(
     rows_at,
+    scales_at,
     live,
     w,
     map,
@@ -123,7 +151,8 @@ def product(
 ):
     """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
 
-    Weights come through the tensor map where there is one, which has those of output `first` and on in a box.
+    Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
+    were rounded have their scales at `scales_at` [BM], one for each block of columns that shares one in the weights.
     """
     acc = zeros(BM, BN, SWAP)
     for k0 in tl.range(k_from, k_to, BK):
@@ -133,7 +162,11 @@ def product(
             tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE, meta)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
-        acc = add_product(acc, x, tile, w, meta, SWAP)
+        if scales_at is None:
+            acc = add_product(acc, x, tile, w, meta, SWAP)
+        else:
+            step = k0 // w.columns if w.columns > 0 else k0 * 0
+            acc = add_rounded_product(acc, x, tile, w, meta, tl.load(scales_at + step, mask=live, other=0.0), SWAP)
     return upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
 
 
@@ -245,7 +278,7 @@ def between(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
-    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I,
+    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -262,7 +295,8 @@ def gate_up_kernel(
             first = column * WIDTH
             columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
             rows_at = x + pairs // rows.top_k * x_stride
-            acc = product(rows_at, live, w, map, expert, first, columns, H, 0, H, BM, BN, BK, DTYPE, SWAP)
+            scales_at = scale_places(scales, pairs // rows.top_k, H, w)
+            acc = product(rows_at, scales_at, live, w, map, expert, first, columns, H, 0, H, BM, BN, BK, DTYPE, SWAP)
             if WEIGHTED:
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
             h = between(
@@ -275,7 +309,7 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
-    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I,
+    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -292,9 +326,12 @@ def down_kernel(
             columns = first + tl.arange(0, BN)
             inside = columns < H
             rows_at = h + (start + tl.arange(0, BM)) * I
+            scales_at = scale_places(scales, start + tl.arange(0, BM), I, w)
             k_from = piece * piece_size
             k_to = tl.minimum(k_from + piece_size, I)
-            acc = product(rows_at, live, w, map, expert, first, columns, I, k_from, k_to, BM, BN, BK, DTYPE, SWAP)
+            acc = product(
+                rows_at, scales_at, live, w, map, expert, first, columns, I, k_from, k_to, BM, BN, BK, DTYPE, SWAP
+            )
             if piece == 0:
                 acc = with_bias(acc, bias, bias_stride, expert, columns, inside)
             if WEIGHTED:

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moestro.formats import PackedTensor
+from moestro.ops.expert_mlp import triton_rows
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, Rows, down_kernel, gate_up_kernel, sum_slots_kernel
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_weights import describe
@@ -38,6 +39,7 @@ class _Kept:
         lie: where the weights lay when they were described.
         gate_up, down: arguments of the two kernels that describe weights.
         launches: gate_up, down and the sum over slots, compiled.
+        roundings: of the rows that meet gate_up and down; None where rows are floats.
     """
 
     how: Plan
@@ -45,6 +47,7 @@ class _Kept:
     gate_up: tuple[Any, ...]
     down: tuple[Any, ...]
     launches: tuple[Launch, Launch, Launch]
+    roundings: tuple[triton_rows.Rounding, triton_rows.Rounding] | None
 
 
 _KEPT: WeakKeyDictionary[ExpertWeights, dict[Any, _Kept]] = WeakKeyDictionary()
@@ -76,14 +79,18 @@ def launch(
         rows, blocks = Rows(ids, routing_weights, routing.top_k, *placed), order.block_start.shape[0]
     else:
         rows, blocks = Rows(ids, routing_weights, routing.top_k), num_pairs
-    h = x.new_empty((num_pairs, inner), dtype=dtype)
+    rounded = kept.roundings
+    h = x.new_empty((num_pairs, inner), dtype=torch.float32 if rounded else dtype)
     if inner:
         tiles = -(-weights.gate_up.shape[1] // how.gate_up.columns)
-        gate_up(how.programs or blocks * tiles, x, x.stride(0), rows, *kept.gate_up, h, num_pairs, hidden, inner)
+        left, scales = rounded[0](x) if rounded else (x, None)
+        sizes = (num_pairs, hidden, inner)
+        gate_up(how.programs or blocks * tiles, left, left.stride(0), rows, *kept.gate_up, h, *sizes, scales)
     wide = how.wide or how.splits > 1 or x.dtype != torch.bfloat16
     pieces = x.new_empty((how.splits, num_pairs, hidden), dtype=torch.float32 if wide else x.dtype)
     tiles = -(-hidden // how.down.columns) * how.splits
-    down(how.programs or blocks * tiles, h, rows, *kept.down, pieces, num_pairs, hidden, inner)
+    left, scales = rounded[1](h) if rounded and inner else (h, None)
+    down(how.programs or blocks * tiles, left, rows, *kept.down, pieces, num_pairs, hidden, inner, scales)
     parts = -(-hidden // _SUM_COLUMNS)
     add(num_tokens * parts, pieces, ids if slots is None else slots.contiguous(), out, num_tokens, hidden, parts)
     return out
@@ -140,7 +147,19 @@ def _made(
             Launch(down_kernel, down, _resources(how.down)),
             Launch(sum_slots_kernel, add, {"num_warps": 4}),
         ),
+        _roundings(weights),
     )
+
+
+def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, triton_rows.Rounding] | None:
+    if weights.row_format == "float":
+        return None
+    of_gate_up, of_down = (
+        triton_rows.Rounding(weights.row_format, stored.num_columns, stored.format.scaling.columns)
+        for stored in (weights.gate_up, weights.down)
+        if stored.format.scaling is not None
+    )
+    return of_gate_up, of_down
 
 
 def _tile(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:

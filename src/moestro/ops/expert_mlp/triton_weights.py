@@ -140,11 +140,41 @@ def weight_tile(w, expert, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, m
     """
     if w.element == "dense":
         return round_to(_codes(w, expert, rows, k0, K, BK), DTYPE)
+    elif tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
+        return as_stored(_codes(w, expert, rows, k0, K, BK), DTYPE)
     elif w.element == "e4m3" or w.element == "int8":
         return _bytes_to(_codes(w, expert, rows, k0, K, BK), w.element, w.converts, DTYPE)
     else:
         words = _codes(w, expert, rows, k0 // 4, K // 4, BK // 4)
         return _nibble_tile(words, w, BK, DTYPE, meta)
+
+
+@triton.jit
+def as_stored(codes, DTYPE: tl.constexpr):
+    """Bytes of e4m3 or int8 as what tensor cores multiply."""
+    if INTERPRETED:
+        return _bytes_to(codes, "int8" if tl.int8 == DTYPE else "e4m3", False, tl.float32)
+    else:
+        return codes.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
+    """`add_product` of rows that were rounded, with their scales [BM] of this step; each step is summed on its own.
+
+    Tensor cores of Hopper add products of 8-bit floats in fewer bits than float32 has.
+    """
+    NUMBER: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
+    part = tl.zeros(acc.shape, NUMBER)
+    if SWAP:
+        part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
+    else:
+        part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
+    if w.columns > 0:
+        scales = _scale_value(meta[0], w.scale, w.converts)
+        scale = tl.reshape(scales, (scales.shape[0],))
+        part = part * (scale[:, None] if SWAP else scale[None, :])
+    return acc + part * (row_scales[None, :] if SWAP else row_scales[:, None])
 
 
 @triton.jit
