@@ -164,10 +164,15 @@ def product(
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
         if scales_at is None:
             acc = add_product(acc, x, tile, w, meta, SWAP)
+        elif w.columns == 0:
+            acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP)
         else:
-            step = k0 // w.columns if w.columns > 0 else k0 * 0
-            acc = add_rounded_product(acc, x, tile, w, meta, tl.load(scales_at + step, mask=live, other=0.0), SWAP)
-    return upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
+            scales = tl.load(scales_at + k0 // w.columns, mask=live, other=0.0)
+            acc = add_rounded_product(acc, x, tile, w, meta, scales, SWAP)
+    acc = upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
+    if scales_at is not None and w.columns == 0:
+        acc = acc * tl.load(scales_at, mask=live, other=0.0)[:, None]
+    return acc
 
 
 @triton.jit

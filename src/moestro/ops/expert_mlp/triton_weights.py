@@ -45,6 +45,7 @@ class Weights(NamedTuple):
         rows, columns: weights of a block that share a scale; 0 for all.
         converts: whether the processor converts e4m3.
         warpgroups: whether its tensor cores are those of Hopper.
+        pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
     """
 
     data: Any
@@ -62,6 +63,7 @@ class Weights(NamedTuple):
     columns: Any
     converts: Any
     warpgroups: Any
+    pairs: Any
 
 
 def unreadable(stored: formats.StoredExperts) -> str | None:
@@ -104,6 +106,7 @@ def describe(stored: PackedTensor) -> Weights:
         columns=tl.constexpr(0 if scaling is None else scaling.columns),
         converts=tl.constexpr(capability >= (8, 9)),
         warpgroups=tl.constexpr(capability[0] == 9),
+        pairs=tl.constexpr(scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0),
     )
 
 
@@ -115,6 +118,7 @@ def _bytes(t: Tensor) -> Tensor:
 def step_meta(w, expert, rows, k0, K, BK: tl.constexpr):
     """Scales and zero points, as stored, of the rows [BN] and the blocks of columns k0 to k0 + BK: [BN, blocks] each.
 
+    Of blocks of rows that hold a tile, those of its first two rows stand for the even and the odd: [2, blocks].
     Not loaded a step ahead: a loop that carries them costs a copy of each tile through shared memory, and seven of
     eight of these loads find their sector in the cache.
     """
@@ -124,6 +128,8 @@ def step_meta(w, expert, rows, k0, K, BK: tl.constexpr):
         COUNT: tl.constexpr = BK // w.columns if w.columns < BK else 1
         blocks = k0 // w.columns + tl.arange(0, COUNT)
         down = _inside(w, rows) // w.rows
+        if w.pairs and rows.shape[0] <= w.rows:
+            down = tl.min(tl.reshape(down, (rows.shape[0] // 2, 2)), 0)
         mask = ((blocks * w.columns < K) & (k0 < K))[None, :]
         scales = tl.load(_places(w.scales, w.scale_strides, expert, down, blocks), mask=mask, other=0)
         if w.zeros is None:
@@ -160,8 +166,9 @@ def as_stored(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
-    """`add_product` of rows that were rounded, with their scales [BM] of this step; each step is summed on its own.
+    """`add_product` of rows that were rounded; each step is summed on its own.
 
+    Where columns share scales, those of the rows of this step, [BM], are applied; else none.
     Tensor cores of Hopper add products of 8-bit floats in fewer bits than float32 has.
     """
     NUMBER: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
@@ -170,11 +177,19 @@ def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
         part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
     else:
         part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
-    if w.columns > 0:
-        scales = _scale_value(meta[0], w.scale, w.converts)
-        scale = tl.reshape(scales, (scales.shape[0],))
-        part = part * (scale[:, None] if SWAP else scale[None, :])
-    return acc + part * (row_scales[None, :] if SWAP else row_scales[:, None])
+    if w.columns == 0:
+        return acc + part
+    else:
+        scale = _of_rows(_scale_value(meta[0], w.scale, w.converts), tile.shape[0])
+        part = part * (row_scales[None, :] if SWAP else row_scales[:, None])
+        return acc + part * (scale[:, None] if SWAP else scale[None, :])
+
+
+@triton.jit
+def _of_rows(scales, BN: tl.constexpr):
+    """One scale a row [BN] from those of one block of columns [BN, 1] or [2, 1]."""
+    ROWS: tl.constexpr = scales.shape[0]
+    return tl.reshape(tl.broadcast_to(tl.reshape(scales, (1, ROWS)), (BN // ROWS, ROWS)), (BN,))
 
 
 @triton.jit
@@ -189,7 +204,7 @@ def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr):
         tile = tile.to(tl.float32)
     if (w.scale != "none" and w.columns >= BK) or UNITS:
         scales = _scale_value(meta[0], w.scale, w.converts)
-        scale = _unit(scales) if UNITS else tl.reshape(scales, (scales.shape[0],))
+        scale = _unit(scales) if UNITS else _of_rows(scales, tile.shape[0])
         part = tl.zeros(acc.shape, tl.float32)
         if SWAP:
             return acc + tl.dot(tile, tl.trans(x), part, input_precision="ieee") * scale[:, None]
