@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from moestro.ops import gpu_checks
+from moestro.ops import gpu, gpu_checks
 from moestro.ops.grouping import triton as grouping
 from moestro.ops.topk import triton as topk
 from moestro.routing import GroupLimit, Scoring
@@ -54,6 +54,7 @@ def kernels(architecture: str) -> Iterator[tuple[str, Compiled]]:
 
 def one(architecture: str, name: str, call: object) -> Compiled:
     """The kernel of this name that a call compiles."""
+    gpu.kept.cache_clear()
     with compiling(architecture) as found:
         call()  # type: ignore[operator]
     return measured(name, found[name], architecture)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +176,20 @@ class Launch:
             self._compiled[device] = self._kernel[(programs,)](*arguments, **self._options)
         else:
             compiled[programs, 1, 1](*arguments, *self._values)
+
+
+Values = tuple[tuple[str, Any], ...]
+
+
+@functools.lru_cache(maxsize=512)
+def kept(kernel: Any, values: Values, resources: Values, given: tuple[Hashable, ...]) -> Launch:
+    """The `Launch` of these values and resources, kept; `given` is what Triton would look for in the arguments."""
+    return Launch(kernel, dict(values), dict(resources))
+
+
+def aligned(*tensors: Tensor | None) -> tuple[Hashable, ...]:
+    """What Triton looks for in tensors: their dtypes, and whether they lie at multiples of 16 bytes."""
+    return tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moestro.ops import gpu
 
-ASSERTING = {"debug": True, "sanitize_overflow": False}
+ASSERTING = (("debug", True), ("sanitize_overflow", False))
 """Options of a launch that keep a kernel's assertions on values, and add none on integers."""
 
 _TILE = 1024
@@ -37,7 +37,7 @@ def check(expert_ids: Tensor, routing_weights: Tensor | None, num_experts: int) 
 def launch(ids: Tensor, weights: Tensor | None, num_experts: int) -> None:
     """`check` of contiguous tensors where kernels run."""
     if ids.numel():
+        values = (("HAS_WEIGHTS", weights is not None), ("TILE", _TILE))
+        call = gpu.kept(_kernels().check_kernel, values, ASSERTING, gpu.aligned(ids, weights))
         with gpu.on(ids):
-            _kernels().check_kernel[(-(-ids.numel() // _TILE),)](
-                ids, weights, ids.numel(), num_experts, HAS_WEIGHTS=weights is not None, TILE=_TILE, **ASSERTING
-            )
+            call(-(-ids.numel() // _TILE), ids, weights, ids.numel(), num_experts)

@@ -60,11 +60,12 @@ def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | No
     weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=logits.device)
     if num_tokens:
         fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, correction is not None)
+        stride = logits.stride(0)
+        given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
+        call = gpu.kept(_kernels().route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
+        out = (ids, weights, num_tokens, stride)
         with gpu.on(logits):
-            _kernels().route_kernel[(-(-num_tokens // block_t),)](
-                logits, correction, ids, weights, num_tokens, logits.stride(0), *_numbers(scoring, limits[3]),
-                **fixed, num_warps=warps, **ASSERTING,
-            )  # fmt: skip
+            call(-(-num_tokens // block_t), logits, correction, *out, *_numbers(scoring, limits[3]))
     return Routing.unchecked(ids, weights, scoring.weight_on)
 
 
@@ -87,7 +88,7 @@ def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
 @functools.lru_cache(maxsize=256)
 def _values(
     scoring: Scoring, num_columns: int, top_k: int, groups: _Groups, corrected: bool
-) -> tuple[dict[str, int], int, int]:
+) -> tuple[gpu.Values, int, int]:
     """What the kernel is compiled for, the tokens of a program, and its warps."""
     num_groups, top_groups, best, _ = groups
     size = num_columns // num_groups
@@ -112,7 +113,7 @@ def _values(
         "BLOCK_G": block_g,
         "BLOCK_K": tuning.power_of_two(top_k + scoring.shared_experts),
     }
-    return values, block_t, warps
+    return tuple(values.items()), block_t, warps
 
 
 def _fits(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups) -> bool:

@@ -69,23 +69,10 @@ def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
         )
     bound = most_blocks(num_pairs, num_experts, block_size)
     rows = _allocate((num_pairs, num_experts + 1, bound, bound, 1), ids.device)
-    bins, tile, warps = tuning.launch(num_pairs, num_experts)
+    out = (rows.pairs, rows.offsets, rows.block_expert, rows.block_start, rows.num_blocks)
+    launch = _launch("rows_kernel", ids, num_experts, (("BLOCK", block_size),))
     with gpu.on(ids):
-        _kernels().rows_kernel[(num_experts,)](
-            ids,
-            rows.pairs,
-            rows.offsets,
-            rows.block_expert,
-            rows.block_start,
-            rows.num_blocks,
-            num_pairs,
-            num_experts,
-            bound,
-            BLOCK=block_size,
-            BINS=bins,
-            TILE=tile,
-            num_warps=warps,
-        )
+        launch(num_experts, ids, *out, num_pairs, num_experts, bound)
     return rows
 
 
@@ -108,21 +95,10 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
     num_pairs = ids.numel()
     sizes = (num_pairs, num_pairs, num_experts + 1, num_pairs)
     found = Grouping(*(torch.empty(size, dtype=torch.int64, device=ids.device) for size in sizes))
-    bins, tile, warps = tuning.launch(num_pairs, num_experts)
+    out = (found.token_ids, found.slots, found.offsets, found.inverse)
+    launch = _launch("order_kernel", ids, num_experts)
     with gpu.on(ids):
-        _kernels().order_kernel[(num_experts + 1,)](
-            ids,
-            found.token_ids,
-            found.slots,
-            found.offsets,
-            found.inverse,
-            ids.shape[1],
-            num_pairs,
-            num_experts,
-            BINS=bins,
-            TILE=tile,
-            num_warps=warps,
-        )
+        launch(num_experts + 1, ids, *out, ids.shape[1], num_pairs, num_experts)
     return found
 
 
@@ -132,23 +108,18 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     num_blocks = block_bound(ids.numel(), num_experts, block_size)
     sizes = ((num_blocks,), (num_blocks, block_size), tuple(ids.shape), (num_experts,))
     found = BlockSchedule(*(torch.empty(size, dtype=torch.int64, device=ids.device) for size in sizes))
-    bins, tile, warps = tuning.launch(ids.numel(), num_experts)
+    out = (found.block_experts, found.pair_ids, found.scatter_index, found.counts)
+    launch = _launch("schedule_kernel", ids, num_experts)
     with gpu.on(ids):
-        _kernels().schedule_kernel[(num_experts + 1,)](
-            ids,
-            found.block_experts,
-            found.pair_ids,
-            found.scatter_index,
-            found.counts,
-            ids.numel(),
-            num_experts,
-            num_blocks,
-            block_size,
-            BINS=bins,
-            TILE=tile,
-            num_warps=warps,
-        )
+        launch(num_experts + 1, ids, *out, ids.numel(), num_experts, num_blocks, block_size)
     return found
+
+
+def _launch(name: str, ids: Tensor, num_experts: int, more: gpu.Values = ()) -> gpu.Launch:
+    """The kernel of this name for as many ids and experts; what it writes lies at multiples of 16 bytes."""
+    bins, tile, warps = tuning.launch(ids.numel(), num_experts)
+    values = (*more, ("BINS", bins), ("TILE", tile))
+    return gpu.kept(getattr(_kernels(), name), values, (("num_warps", warps),), gpu.aligned(ids))
 
 
 def _allocate(sizes: tuple[int, ...], device: torch.device) -> Rows:

@@ -54,20 +54,18 @@ def topk(scores: Tensor, k: int) -> Tensor:
         return indices
     dtype, infinity = _BITS[scores.dtype]
     block_t, block_e, warps = tuning.tile(num_experts)
+    values = (
+        ("E", num_experts),
+        ("TOP_K", k),
+        ("WIDE", dtype == torch.int32),
+        ("INFINITY", infinity),
+        ("BLOCK_T", block_t),
+        ("BLOCK_E", block_e),
+        ("BLOCK_K", tuning.power_of_two(k)),
+    )
+    stride = scores.stride(0)
+    given = (*gpu.aligned(scores), stride == 1, stride % 16 == 0)
+    launch = gpu.kept(_kernels().topk_kernel, values, (("num_warps", warps), *ASSERTING), given)
     with gpu.on(scores):
-        _kernels().topk_kernel[(-(-num_tokens // block_t),)](
-            scores.view(dtype),
-            indices,
-            num_tokens,
-            scores.stride(0),
-            E=num_experts,
-            TOP_K=k,
-            WIDE=dtype == torch.int32,
-            INFINITY=infinity,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            BLOCK_K=tuning.power_of_two(k),
-            num_warps=warps,
-            **ASSERTING,
-        )
+        launch(-(-num_tokens // block_t), scores.view(dtype), indices, num_tokens, stride)
     return indices
