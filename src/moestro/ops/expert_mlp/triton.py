@@ -151,10 +151,9 @@ def every_expert(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
             needs="weights on the output, which an expert's slots share",
             fix="Drop the strategy.",
         )
-    used = routing.expert_ids >= 0
-    ids = torch.where(used, routing.expert_ids, num_experts).long()
-    shape = (routing.num_tokens, num_experts + 1)
-    weights = routing.routing_weights.new_zeros(shape).scatter_add_(1, ids, routing.routing_weights)[:, :-1]
-    chosen = used.new_zeros(shape).scatter_(1, ids, True)[:, :-1]
-    every = torch.arange(num_experts, dtype=routing.expert_ids.dtype, device=ids.device).expand(chosen.shape)
+    ids = routing.expert_ids
+    experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
+    named = ids[:, :, None] == experts  # sums of a comparison have one order; scattered ones would not
+    weights = torch.where(named, routing.routing_weights[:, :, None], 0.0).sum(1)
+    every, chosen = experts.expand(weights.shape), named.any(1)
     return Routing.unchecked(every, weights, "output"), torch.where(chosen, every, EMPTY)
