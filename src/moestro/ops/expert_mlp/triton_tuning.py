@@ -203,6 +203,9 @@ def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
         first = replace(first, swap=True)
     if device.capability >= (9, 0) and rows >= 64 and not packed:
         first = replace(first, tensor_map=True)
+    if problem.itemsize == 1 and rows >= 64:  # rows and weights of 8 bits both reach the tensor cores as they are
+        warps = 8 if rows >= MOST_ROWS else 4
+        first = Tile(128 if hopper else 64, 128, warps, 4, tensor_map=device.capability >= (9, 0))
     if problem.itemsize == 4:
         first = replace(first, columns=64, depth=32, warps=8 if rows >= MOST_ROWS else 4, stages=3, tensor_map=False)
     gate_up, down = (fit(first, rows, problem.itemsize, bits, device) for bits in problem.bits)
