@@ -43,7 +43,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
     format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
     activation: Annotated[
-        str, typer.Option(help="float, or int8 to round what meets the experts and multiply integers.")
+        str, typer.Option(help="float, or int8 or fp8-e4m3 to round what meets the experts to 8 bits.")
     ] = "float",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
