@@ -31,6 +31,8 @@ from moestro.ops.expert_mlp import triton_tuning
 from moestro.ops.gpu import Device, shared_memory
 from moestro.types import GPT_OSS_SWIGLU
 
+from . import problems
+
 ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120": 170}
 """Multiprocessors of a part of each: A100, RTX 3090, RTX 4090, H200, RTX 5090."""
 
@@ -171,6 +173,24 @@ def relaunched(architecture: str, num_tokens: int) -> None:
         print("relaunched", a[0], len(a))
 
 
+def edges(architecture: str) -> None:
+    """Compile a call of sizes that Triton specialises on, each with another activation, dtype, plan and extra."""
+    shapes = ((1, 1, 1, 1, 1), (5, 1, 2, 3, 1), (2, 16, 1, 2, 2), (40, 24, 48, 4, 2), (3, 64, 64, 2, 2))
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for i, (shape, activation) in enumerate(itertools.product(shapes, problems.ACTIVATIONS[::3])):
+        sizes, dtype = problems.Sizes(*shape), dtypes[i % 3]
+        made = problems.weights(sizes, activation, dtype, bias=i % 2 == 0, transposed=i % 4 == 1)
+        x = torch.zeros(sizes.num_tokens, sizes.hidden_size, dtype=dtype)
+        routing = problems.routing(sizes, weight_on="input" if i % 3 == 0 else "output")
+        strategy = (("auto", None), ("grouped", None), ("blockwise", 40), ("all_experts", None))[i % 4]
+        if strategy[0] == "all_experts":
+            routing = problems.routing(sizes)
+        with compiling(architecture) as found:
+            how = engine.plan(x, routing, made, strategy)
+            engine.launch(x, routing, made, how)
+        print("edge", shape, activation.code, dtype, how.strategy, *sorted(found), flush=True)
+
+
 def main(arguments: list[str]) -> None:
     """Print a line for each kernel of the chosen architectures, dtypes and formats, at several numbers of tokens."""
     if "relaunch" in arguments:
@@ -178,6 +198,10 @@ def main(arguments: list[str]) -> None:
             relaunched(architecture, num_tokens)
         return
     architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
+    if "edges" in arguments:
+        for architecture in architectures:
+            edges(architecture)
+        return
     dtypes = [a for a in arguments if a in ("bfloat16", "float16", "float32")] or ["bfloat16"]
     forms = [a for a in arguments[:] if a.partition("/")[0] in FORMATS and a not in dtypes] or dtypes
     tokens = [int(a) for a in arguments if a.isdigit()] or [1, 64, 512, 4096]

@@ -120,6 +120,13 @@ def test_a_second_launch_hands_over_what_the_first_did():
         assert sum(f"relaunched {kernel}" in line for line in lines) == 2
 
 
+def test_sizes_that_triton_specialises_on_compile():
+    """Sizes of 1 and off 16, weights either way round: the interpreter runs what the compiler may refuse."""
+    lines = said("edges", "sm_90")
+    assert len(lines) == 25
+    assert all(line.startswith("edge") for line in lines)
+
+
 COMPILED = [("sm_90", "bfloat16", "4096"), ("sm_86", "bfloat16", "mxfp4", "64")]
 
 

@@ -40,6 +40,7 @@ class Weights(NamedTuple):
         data_strides, scale_strides, zero_strides: of experts, rows and columns, in items.
         factor_stride: of experts.
         num_rows: N.
+        by_rows: whether the items of a row follow one another in memory.
         element: "dense", or that of the format.
         scale: how scales are stored: "none", "float", "e8m0" or "e4m3".
         rows, columns: weights of a block that share a scale; 0 for all.
@@ -57,6 +58,7 @@ class Weights(NamedTuple):
     zero_strides: Any
     factor_stride: Any
     num_rows: Any
+    by_rows: Any
     element: Any
     scale: Any
     rows: Any
@@ -100,6 +102,7 @@ def describe(stored: PackedTensor) -> Weights:
         zero_strides=None if stored.zeros is None else stored.zeros.stride(),
         factor_stride=None if factors is None else factors.stride(0),
         num_rows=stored.shape[1],
+        by_rows=tl.constexpr(data.stride(2) == 1),
         element=tl.constexpr("dense" if form.is_dense else form.element),
         scale=tl.constexpr("none" if scales is None else _SCALES.get(scales.dtype, "float")),
         rows=tl.constexpr(0 if scaling is None else scaling.rows),
@@ -259,7 +262,7 @@ def _places(base, strides, expert, down, across):
 def _codes(w, expert, rows, start, stop, COUNT: tl.constexpr):
     """Items start to start + COUNT of the rows, as stored; 0 beyond the matrix's columns."""
     items = start + tl.arange(0, COUNT)
-    if w.data_strides[2] == 1:
+    if w.by_rows:
         at = _places(w.data, w.data_strides, expert, _inside(w, rows), items)
         return tl.load(at, mask=items[None, :] < stop, other=0)
     else:
