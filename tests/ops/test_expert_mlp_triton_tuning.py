@@ -144,3 +144,23 @@ def test_kernels_compile_within_the_part(arguments):
         assert used <= most, line
         assert words[words.index("spills") + 1] == "0", line
         assert words[-1] == ("wgmma" if arguments[0] == "sm_90" else "mma"), line
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(architecture):
+    """Tiles of 64 x 128 in flight and rows take 28 KiB; a decoded tile that passed through it would take 16 more."""
+    lines = [line for line in said(architecture, "mxfp4", "int4-g128", "64") if "gate_up" in line or "down_" in line]
+    assert len(lines) == 4
+    for line in lines:
+        words = line.split()
+        assert int(words[words.index("shared") + 1]) <= 32 << 10, line
+        assert words[words.index("spills") + 1] == "0", line
+
+
+def test_rows_of_eight_bits_reach_the_tensor_cores_of_hopper():
+    lines = said("sm_90", "fp8-e4m3-b128/fp8-e4m3", "int8/int8", "4096")
+    assert sum("round_rows_kernel" in line for line in lines) == 2
+    for line in lines:
+        if "gate_up" in line or "down_" in line:
+            assert line.endswith("wgmma"), line
+            assert line.split()[line.split().index("spills") + 1] == "0", line
