@@ -104,7 +104,7 @@ def _kept(
     if of_layer is None:
         of_layer = _KEPT[weights] = {}
     aligned = tuple(t.data_ptr() % _ALIGNED == 0 for t in given)
-    key = (id(how), on_input, aligned, given[0].dtype, given[0].stride(0), given[1].dtype, given[1].shape[1])
+    key = (how, on_input, aligned, given[0].dtype, given[0].stride(0), given[1].dtype, given[1].shape[1])
     lie = tuple((t.data_ptr(), t.stride()) for t in weights.tensors)
     kept = of_layer.get(key)
     if kept is None or kept.lie != lie:

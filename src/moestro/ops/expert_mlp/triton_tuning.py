@@ -7,7 +7,7 @@ tokens an expert); none has been measured with these kernels yet.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moestro.ops.gpu import Device
 
@@ -93,7 +93,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call walks its work.
+    """How one call walks its work; plans are equal where they compute alike.
 
     Attributes:
         strategy: "selective", "grouped" or "blockwise".
@@ -107,8 +107,8 @@ class Plan:
         programs: programs of a launch that take tile after tile; 0 for one program a tile.
     """
 
-    strategy: str
-    reason: str
+    strategy: str = field(compare=False)
+    reason: str = field(compare=False)
     ordered: bool
     block: int
     rows: int
