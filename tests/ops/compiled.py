@@ -102,7 +102,7 @@ def compiling(architecture: str, warmup: bool = True) -> Iterator[dict[str, Any]
     triton.runtime.driver.set_active(_Driver(int(architecture.removeprefix("sm_"))))
     JITFunction.run, gpu.device_of = compile_only, lambda tensor: device(architecture)
     for module in list(sys.modules.values()):
-        for value in vars(module).values() if module and module.__name__.startswith("moestro.ops.") else ():
+        for value in vars(module).values() if module and module.__name__.startswith("moestro.") else ():
             if isinstance(value, JITFunction):
                 value.device_caches.clear()
     try:

@@ -6,8 +6,9 @@ TRITON_INTERPRET=0 python -m ops.compiled_routing sm_90    (or without arguments
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -32,32 +33,30 @@ ROUTERS = (
 
 def kernels(architecture: str) -> Iterator[tuple[str, Compiled]]:
     """What is compiled and with what it was called, for every shape and scoring here."""
-    for num_pairs, num_experts in ((8, 8), (512, 128), (1 << 17, 128), (4096, 2048)):
-        ids = torch.zeros(num_pairs, 1, dtype=torch.long)
-        calls = {
-            "rows_kernel": lambda: grouping.group_rows(ids, num_experts, 64),  # noqa: B023
-            "order_kernel": lambda: grouping.group_by_expert(ids, num_experts),  # noqa: B023
-            "schedule_kernel": lambda: grouping.block_schedule(ids, num_experts, 64),  # noqa: B023
-        }
-        for name, call in calls.items():
-            yield f"TK={num_pairs} E={num_experts}", one(architecture, name, call)
+    for called, call in calls():
+        gpu.kept.cache_clear()
+        with compiling(architecture) as found:
+            call()
+        for name, kernel in found.items():
+            yield called, measured(name, kernel, architecture)
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls that launch every kernel, and their names."""
+    for num_pairs, num_experts in ((8, 8), (512, 128), (1 << 17, 128), (1 << 15, 1000), (4096, 2048)):
+        ids, name = torch.zeros(num_pairs, 1, dtype=torch.long), f"TK={num_pairs} E={num_experts}"
+        yield name, partial(grouping.group_rows, ids, num_experts, 64)
+        yield name, partial(grouping.group_by_expert, ids, num_experts)
+        yield name, partial(grouping.block_schedule, ids, num_experts, 64)
     for dtype, num_experts, k in ((torch.float32, 128, 8), (torch.bfloat16, 128, 8), (torch.float32, 4096, 64)):
         scores = torch.zeros(9, num_experts, dtype=dtype)
-        yield f"E={num_experts} K={k} {dtype}", one(architecture, "topk_kernel", lambda: topk.topk(scores, k))  # noqa: B023
-    ids, weights = torch.zeros(9, 8, dtype=torch.long), torch.zeros(9, 8)
-    yield "T=9 K=8", one(architecture, "check_kernel", lambda: gpu_checks.launch(ids, weights, 128))
+        yield f"E={num_experts} K={k} {dtype}", partial(topk.topk, scores, k)
+    slots = torch.zeros(9, 8)
+    yield "T=9 K=8", partial(gpu_checks.launch, slots.long(), slots, 128)
     for scoring, num_experts, k, groups in ROUTERS:
         logits, correction = torch.zeros(9, num_experts), None if groups is None else torch.zeros(num_experts)
-        given = (logits, k, Scoring.of(scoring), correction, (1, 1, 1, 0.0) if groups is None else groups.sizes)
-        yield f"{scoring} E={num_experts}", one(architecture, "route_kernel", lambda: routing.launch(*given))  # noqa: B023
-
-
-def one(architecture: str, name: str, call: object) -> Compiled:
-    """The kernel of this name that a call compiles."""
-    gpu.kept.cache_clear()
-    with compiling(architecture) as found:
-        call()  # type: ignore[operator]
-    return measured(name, found[name], architecture)
+        limits = (1, 1, 1, 0.0) if groups is None else groups.sizes
+        yield f"{scoring} E={num_experts}", partial(routing.launch, logits, k, Scoring.of(scoring), correction, limits)
 
 
 def main(arguments: list[str]) -> None:

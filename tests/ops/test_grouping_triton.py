@@ -69,6 +69,17 @@ def test_any_ids_also_those_of_other_ranks(data, num_experts: int, top_k: int, b
     check(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), top_k), num_experts, block_size)
 
 
+def test_many_pairs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one tile and of several, fewer and more than experts, and a last one that is not full."""
+    for name, value in (("MANY_PAIRS", 0), ("CHUNK_TILE", 32), ("CHUNK_CELLS", 64)):
+        monkeypatch.setattr(tuning, name, value)
+    for most_chunks, num_tokens, num_experts in ((2, 11, 7), (2, 64, 33), (64, 1, 1), (64, 40, 7)):
+        monkeypatch.setattr(tuning, "MOST_CHUNKS", most_chunks)
+        check(torch.randint(-1, num_experts + 2, (num_tokens, 3)), num_experts, 5)
+        check(torch.full((num_tokens, 3), num_experts - 1, dtype=torch.int32), num_experts, 5)
+    check(torch.full((40, 3), -1), 7, 5)
+
+
 def test_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "MOST_TILE", 128)
     for num_experts in (7, 31, 32):
@@ -97,6 +108,11 @@ def test_more_pairs_than_32_bits_count() -> None:
 
 
 def test_the_launch_is_a_function_of_shape() -> None:
+    for num_pairs in (1, 16_385, 131_072, 10_000_000):
+        chunk, count, bins, warps = tuning.chunks(num_pairs, 128)
+        assert (count - 1) * chunk < num_pairs <= count * chunk
+        assert (chunk % tuning.CHUNK_TILE, bins, warps) == (0, 256, 4)
+        assert count <= tuning.MOST_CHUNKS
     for num_pairs in (0, 1, 8, 129, 4096, 131_072):
         for num_experts in (1, 31, 32, 128, 2048, tuning.MOST_EXPERTS):
             bins, tile, warps = tuning.launch(num_pairs, num_experts)

@@ -22,6 +22,8 @@ def test_what_a_gpu_would_run() -> None:
     found = [LINE.fullmatch(line).groups() for line in said.splitlines()]
     assert {name for _, name, *_ in found} == {
         "rows_kernel",
+        "count_kernel",
+        "place_kernel",
         "order_kernel",
         "schedule_kernel",
         "topk_kernel",

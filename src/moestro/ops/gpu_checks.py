@@ -13,7 +13,7 @@ from moestro.ops import gpu
 ASSERTING = (("debug", True), ("sanitize_overflow", False))
 """Options of a launch that keep a kernel's assertions on values, and add none on integers."""
 
-_TILE = 1024
+_TILE = 512
 
 
 @functools.cache

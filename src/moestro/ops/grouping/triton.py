@@ -1,4 +1,4 @@
-"""Grouping on a GPU: one launch, static shapes, nothing read back."""
+"""Grouping on a GPU: one launch (two for many pairs), static shapes, nothing read back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def most_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
 
 
 def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
-    """Order the pairs of expert_ids [T, K] by expert and cut each expert's rows into blocks, in one launch.
+    """Order the pairs of expert_ids [T, K] by expert and cut each expert's rows into blocks, in one or two launches.
 
     Ids outside 0..E-1 are empty slots. The order, and so every bit of the result, depends on the ids alone.
 
@@ -70,10 +70,27 @@ def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
     bound = most_blocks(num_pairs, num_experts, block_size)
     rows = _allocate((num_pairs, num_experts + 1, bound, bound, 1), ids.device)
     out = (rows.pairs, rows.offsets, rows.block_expert, rows.block_start, rows.num_blocks)
-    launch = _launch("rows_kernel", ids, num_experts, (("BLOCK", block_size),))
     with gpu.on(ids):
-        launch(num_experts, ids, *out, num_pairs, num_experts, bound)
+        if num_pairs > tuning.MANY_PAIRS and num_experts < tuning.MANY_EXPERTS:
+            _in_chunks(ids, out, num_experts, (block_size, bound))
+        else:
+            launch = _launch("rows_kernel", ids, num_experts, (("BLOCK", block_size),))
+            launch(num_experts, ids, *out, num_pairs, num_experts, bound)
     return rows
+
+
+def _in_chunks(ids: Tensor, out: tuple[Tensor, ...], num_experts: int, blocks: tuple[int, int]) -> None:
+    """The same in two launches, for so many pairs that not every expert's program should look at all of them."""
+    block_size, bound = blocks
+    num_pairs = ids.numel()
+    chunk, chunks, bins, warps = tuning.chunks(num_pairs, num_experts)
+    counts = torch.empty(chunks * bins, dtype=torch.int32, device=ids.device)
+    values, resources = (("BINS", bins), ("TILE", tuning.CHUNK_TILE)), (("num_warps", warps),)
+    more = (("BLOCK", block_size), *values, ("ROWS", max(tuning.CHUNK_CELLS // bins, 1)))
+    count = gpu.kept(_kernels().count_kernel, values, resources, gpu.aligned(ids))
+    place = gpu.kept(_kernels().place_kernel, more, resources, gpu.aligned(ids))
+    count(chunks, ids, counts, num_pairs, num_experts, chunk)
+    place(chunks, ids, counts, *out, num_pairs, num_experts, bound, chunk, chunks)
 
 
 def supports(expert_ids: Tensor, num_experts: int) -> str | None:

@@ -136,3 +136,77 @@ def schedule_kernel(
             place, own, at, cell = _own(ids, start, e, cell, num_pairs, num_experts, TILE)
             tl.store(scatter_index + place, tl.where(e < num_experts, at, -1), mask=own)
             tl.store(pair_ids + at, place, mask=own & (e < num_experts))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "chunk"])
+def count_kernel(ids, counts, num_pairs, num_experts, chunk, BINS: tl.constexpr, TILE: tl.constexpr):
+    """Program c: how many slots of chunk c name each expert; of none, in bin num_experts."""
+    c = tl.program_id(0)
+    found = tl.zeros([BINS], tl.int32)
+    for start in range(c * chunk, tl.minimum((c + 1) * chunk, num_pairs), TILE):
+        _, expert = _slots(ids, start, num_pairs, num_experts, TILE)
+        found += tl.histogram(expert, BINS)
+    tl.store(counts + c * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit
+def _sums(counts, c, chunks, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Of each bin: the count of all chunks, and that of those before chunk c."""
+    bins = tl.arange(0, BINS)[None, :]
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for start in range(0, chunks, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        found = tl.load(counts + row * BINS + bins, mask=row < chunks, other=0)
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where(row < c, found, 0), 0)
+    return total, before
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_bound", "chunk", "chunks"])
+def place_kernel(
+    ids,
+    counts,
+    pairs,
+    offsets,
+    block_expert,
+    block_start,
+    num_blocks,
+    num_pairs,
+    num_experts,
+    block_bound,
+    chunk,
+    chunks,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program c: the rows of chunk c, and the blocks of every expert that leaves c when divided by the chunks."""
+    c = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total, before = _sums(counts, c, chunks, BINS, ROWS)
+    offset = tl.cumsum(total) - total
+    blocks = tl.where(bins < num_experts, (total + BLOCK - 1) // BLOCK, 0)
+    first = tl.cumsum(blocks) - blocks
+    if c == 0:
+        used = tl.sum(blocks)
+        tl.store(offsets + bins, offset, mask=bins <= num_experts)
+        tl.store(num_blocks, used)
+        _fill(block_expert, used, block_bound - used, -1, 0, TILE)
+        _fill(block_start, used, block_bound - used, 0, 0, TILE)
+    for e in range(c, num_experts, chunks):
+        own = bins == e
+        at, mine = tl.sum(tl.where(own, first, 0)), tl.sum(tl.where(own, blocks, 0))
+        _fill(block_expert, at, mine, e, 0, TILE)
+        _fill(block_start, at, mine, tl.sum(tl.where(own, offset, 0)), BLOCK, TILE)
+    following = offset + before
+    for start in range(c * chunk, tl.minimum((c + 1) * chunk, num_pairs), TILE):
+        _, expert = _slots(ids, start, num_pairs, num_experts, TILE)
+        place = tl.arange(0, TILE)
+        ordered = tl.sort(expert * TILE + place)
+        found = tl.histogram(expert, BINS)
+        shift = following - (tl.cumsum(found) - found)
+        named = ordered // TILE
+        tl.store(pairs + tl.gather(shift, named, 0) + place, start + ordered % TILE, mask=named < num_experts)
+        following += found
