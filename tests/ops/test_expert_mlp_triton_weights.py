@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moestro.formats import FORMATS, PackedTensor, dense, dequantize, quantize
-from moestro.ops.expert_mlp import triton_weights
+from moestro.ops.expert_mlp import triton_bytes, triton_weights
 from moestro.ops.expert_mlp.triton_nibbles import ASSEMBLY
 from tolerances import assert_close
 
@@ -48,6 +48,22 @@ def test_the_assembly_makes_of_every_word_what_its_nibbles_stand_for(element, ha
         found = ptx.run(ASSEMBLY[element, half], names, word=high << 16 | low)
         for i, name in enumerate(names[:4]):
             assert found[name] == bits[high >> 4 * i & 15] << 16 | bits[low >> 4 * i & 15]
+
+
+@pytest.mark.parametrize(("element", "half"), triton_bytes.ASSEMBLY, ids=str)
+def test_the_assembly_makes_of_every_byte_what_it_stands_for(element, half):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(torch.int8).float() if element == "int8" else codes.view(torch.float8_e4m3fn).float()
+    expected = values.to(HALVES[half])
+    assert torch.equal(expected.float().nan_to_num(nan=1e3), values.nan_to_num(nan=1e3))
+    for i in range(256):
+        four = (i, (i * 7 + 3) % 256, (i * 31 + 100) % 256, 255 - i)
+        word = sum(byte << 8 * place for place, byte in enumerate(four))
+        found = ptx.run(triton_bytes.ASSEMBLY[element, half], ["low", "high", "word"], word=word)
+        for place, byte in enumerate(four):
+            bits = found["high" if place > 1 else "low"] >> 16 * (place % 2) & 0xFFFF
+            value = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(HALVES[half])
+            assert torch.equal(value, expected[byte]) or (value.isnan() and values[byte].isnan())
 
 
 def every_code(name: str, num_rows: int = 32, num_columns: int = 128) -> PackedTensor:

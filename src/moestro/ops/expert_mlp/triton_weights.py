@@ -24,6 +24,7 @@ from torch import Tensor
 from moestro import formats
 from moestro.formats import PackedTensor
 from moestro.ops import gpu
+from moestro.ops.expert_mlp.triton_bytes import bytes_as
 from moestro.ops.expert_mlp.triton_nibbles import INTERPRETED, nibbles
 
 _SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
@@ -370,7 +371,10 @@ def _scale_value(stored, SCALE: tl.constexpr, CONVERTS: tl.constexpr):
 @triton.jit
 def _bytes_to(codes, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, DTYPE: tl.constexpr):
     """The values of bytes of e4m3 or int8, which every DTYPE holds."""
-    if ELEMENT == "int8":
+    HALF: tl.constexpr = tl.bfloat16 == DTYPE or tl.float16 == DTYPE
+    if HALF and not INTERPRETED and (ELEMENT == "int8" or not CONVERTS):
+        return bytes_as(codes.to(tl.uint8, bitcast=True), ELEMENT, DTYPE)
+    elif ELEMENT == "int8":
         # As the lowest bits of 2 ** 23, whose last place counts one: a conversion of integers is slow.
         bits = (codes.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.int32) | 0x4B000000
         return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(DTYPE)
