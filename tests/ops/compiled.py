@@ -147,9 +147,20 @@ def layer(
     return {name: measured(name, kernel, architecture) for name, kernel in found.items()}
 
 
+def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
+    """Every tensor among them, those of tuples included."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple | list):
+            yield from tensors_of(argument)
+
+
 def relaunched(architecture: str, num_tokens: int) -> None:
-    """Fail unless the second launch of each kernel hands the driver what the first one's did."""
-    weights = ExpertWeights.from_dense(torch.zeros(3, 64, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16())
+    """Fail unless later launches of each kernel hand the driver what the first did, for their own tensors."""
+    weights, other = (
+        ExpertWeights.from_dense(torch.zeros(3, 64, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16()) for _ in "ab"
+    )
     x = torch.zeros(num_tokens, 64).bfloat16()
     routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
 
@@ -161,11 +172,20 @@ def relaunched(architecture: str, num_tokens: int) -> None:
         return getattr(argument, "value", None if hasattr(argument, "base") else argument)
 
     with launching(architecture) as handed:
-        for _ in range(2):
-            engine.run(x, routing, weights, ("auto", None))
-    first, second = handed[: len(handed) // 2], handed[len(handed) // 2 :]
-    assert [a[0] for a in first] == [a[0] for a in second], "other kernels"
-    for a, b in zip(first, second, strict=True):
+        for layer in (weights, weights, other):
+            engine.run(x, routing, layer, ("auto", None))
+        kinds = engine._launches()._COMPILED
+        known = len(kinds)
+        engine.run(torch.zeros(num_tokens * 64 + 1).bfloat16()[1:].view(-1, 64), routing, other, ("auto", None))
+        assert len(kinds) == known + 1, "a kernel that was compiled for multiples of 16 takes other pointers"
+    count = len(handed) // 4
+    first, second, third = (handed[i * count : (i + 1) * count] for i in range(3))
+    assert [a[0] for a in first] == [a[0] for a in second] == [a[0] for a in third], "other kernels"
+    for layer, calls in ((weights, first), (weights, second), (other, third)):
+        given = [t.data_ptr() for call in calls for t in tensors_of(call)]
+        assert layer.gate_up.data.data_ptr() in given
+        assert layer.down.data.data_ptr() in given
+    for a, b in [*zip(first, second, strict=True), *zip(first, third, strict=True)]:
         assert len(a) == len(b), a[0]
         for i, (u, v) in enumerate(zip(a[1:], b[1:], strict=True)):
             told = type(u).__name__ == "LazyDict" == type(v).__name__  # what hooks are told of a launch

@@ -27,7 +27,9 @@ from moestro.weights import ExpertWeights
 
 _SUM_COLUMNS = 1024
 _ALIGNED = 16
-_MOST_KEPT = 64
+_MOST_KEPT, _MOST_COMPILED = 64, 1024
+
+_Launches = tuple[Launch, Launch, Launch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +48,12 @@ class _Kept:
     lie: tuple[Any, ...]
     gate_up: tuple[Any, ...]
     down: tuple[Any, ...]
-    launches: tuple[Launch, Launch, Launch]
+    launches: _Launches
     roundings: tuple[triton_rows.Rounding, triton_rows.Rounding] | None
 
 
 _KEPT: WeakKeyDictionary[ExpertWeights, dict[Any, _Kept]] = WeakKeyDictionary()
+_COMPILED: dict[Any, _Launches] = {}
 
 
 def launch(
@@ -110,18 +113,38 @@ def _kept(
     if kept is None or kept.lie != lie:
         if len(of_layer) >= _MOST_KEPT:
             of_layer.clear()
-        kept = of_layer[key] = _made(given, on_input, weights, how, (dtype, lie))
+        alike = (*key, _kind(weights), given[0].shape[1], given[0].device, dtype)
+        kept = of_layer[key] = _Kept(
+            how,
+            lie,
+            _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
+            _described(weights.down, weights.down_bias, how.down, (dtype, None)),
+            _launches(alike, weights, given),
+            _roundings(weights),
+        )
     return kept
 
 
-def _made(
-    given: tuple[Tensor, Tensor, Tensor],
-    on_input: bool,
-    weights: ExpertWeights,
-    how: Plan,
-    rest: tuple[torch.dtype, tuple[Any, ...]],
-) -> _Kept:
-    dtype, lie = rest
+def _kind(weights: ExpertWeights) -> tuple[Any, ...]:
+    """What Triton would look for in the weights' tensors, and what kernels are compiled for because of them."""
+    tensors = tuple((t.data_ptr() % _ALIGNED == 0, t.stride(), t.dtype, t.shape[1:]) for t in weights.tensors)
+    biases = (weights.gate_up_bias is None, weights.down_bias is None)
+    formats = (weights.gate_up.format.name, weights.down.format.name, weights.row_format)
+    return (*tensors, *biases, *formats, weights.activation.code)
+
+
+def _launches(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
+    """The launches of all layers of one kind; they hold no tensors."""
+    found = _COMPILED.get(alike)
+    if found is None:
+        if len(_COMPILED) >= _MOST_COMPILED:
+            _COMPILED.clear()
+        found = _COMPILED[alike] = _made(alike, weights, given)
+    return found
+
+
+def _made(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
+    how, on_input, dtype = alike[0], alike[1], alike[-1]
     x, ids, _ = given
     a = weights.activation
     tiles = {"BLOCK": how.block, "BM": how.rows}
@@ -137,17 +160,10 @@ def _made(
     down = {**tiles, **_tile(how.down, dtype), "WEIGHTED": not on_input, "SPLITS": how.splits}
     columns = min(_SUM_COLUMNS, 1 << max(x.shape[1] - 1, 0).bit_length())
     add = {"TOP_K": ids.shape[1], "SPLITS": how.splits, "BN": columns}
-    return _Kept(
-        how,
-        lie,
-        _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, a)),
-        _described(weights.down, weights.down_bias, how.down, (dtype, None)),
-        (
-            Launch(gate_up_kernel, gate_up, _resources(how.gate_up)),
-            Launch(down_kernel, down, _resources(how.down)),
-            Launch(sum_slots_kernel, add, {"num_warps": 4}),
-        ),
-        _roundings(weights),
+    return (
+        Launch(gate_up_kernel, gate_up, _resources(how.gate_up)),
+        Launch(down_kernel, down, _resources(how.down)),
+        Launch(sum_slots_kernel, add, {"num_warps": 4}),
     )
 
 
