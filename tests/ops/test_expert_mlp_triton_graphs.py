@@ -93,13 +93,21 @@ def test_reasons_are_sentences(triton_device):
         "gradient": (x.clone().requires_grad_(), routing, weights),
         "Python function": (x, routing, replace(weights, output_norm=lambda y: y)),
         "lie apart": (x, routing, apart(weights)),
-        "rounded to int8": (x, routing, replace(weights.quantize("int8"), row_format="int8")),
     }
     for words, arguments in refused.items():
         assert words in (engine.supports(*arguments) or ""), words
         with pytest.raises(UnsupportedError, match=words):
             moestro.expert_mlp(*arguments)
     assert engine.supports(x, routing, weights) is None
+
+
+def test_the_node_passes_the_checks_of_torch_library(triton_device):
+    x, routing, weights = case(triton_device)
+    stored = [weights.gate_up.data], [weights.down.data], weights.gate_up_bias, weights.down_bias
+    words = ("output", weights.activation.code, "float32|float32", "auto")
+    arguments = (x, routing.expert_ids, routing.routing_weights, *stored, *words)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.moestro.expert_mlp_on_device, arguments, test_utils=checks)
 
 
 def test_explain_says_how(triton_device):
