@@ -46,13 +46,16 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """What `supports` refuses, as far as a look at x and the processor tells."""
-    rows = isa.multiplies_floats if weights.row_format == "float" else isa.multiplies_integers
-    return not (isa.runs_here and rows) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
+    kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_integers}
+    rows = kinds.get(weights.row_format, False)
+    return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
 
 
 def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
     if weights.row_format == "float":
         return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
+    if weights.row_format != "int8":
+        return f"it multiplies rows of floats or int8, and these are to be rounded to {weights.row_format}"
     if not isa.multiplies_integers:
         return "it multiplies rows of floats only, and these are to be rounded to int8"
     columns = max(weights.hidden_size, weights.intermediate_size)
