@@ -4,6 +4,8 @@ python benchmarks/run.py                          every named layer at every poi
 python benchmarks/run.py --layers olmoe,mixtral   those
 python benchmarks/run.py --formats int8,mxfp4     on quantised weights, against peers of as many bits
 python benchmarks/run.py --op topk                one operation, or all of them with --op all
+python benchmarks/run.py --gpu --all              on the CUDA device: every layer, format and peer; below eight minutes
+python benchmarks/run.py --gpu --layers mixtral   on it, those layers
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import argparse
 import datetime
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from registry import BENCHMARKS
 
 from moestro import machine
-from moestro.bench import LAYERS, Plan, ours, run
+from moestro.bench import LAYERS, Plan, Report, Row, gpu, ours, run
 from moestro.bench.layers import named
 from moestro.bench.measure import versions
 from moestro.bench.ops import markdown as op_markdown
@@ -37,17 +39,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if an output was wrong, 2 for bad arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=[*BENCHMARKS, "all"])
+    parser.add_argument("--gpu", action="store_true", help="on the CUDA device, with defaults of its own")
+    parser.add_argument("--all", action="store_true", help="every layer, which is the default too")
     parser.add_argument("--layers", default="all", help=f"of {', '.join(LAYERS)}, separated by commas, or all")
-    parser.add_argument("--formats", default="dense", help="of moestro's weights; dense is the dtype's")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="of x, and of weights that are not quantised")
-    parser.add_argument("--peers", default="all", help="names, or all, or none")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each variant at each point")
-    parser.add_argument("--name", help="of the files; default: layers, or the operation")
+    parser.add_argument("--formats", help="of moestro's weights; dense, the default, is the dtype's")
+    parser.add_argument("--dtypes", help="of x, and of dense weights; float32,bfloat16, on a GPU bfloat16")
+    parser.add_argument("--peers", help="names, or all, or none; all, on a GPU the four that run there")
+    parser.add_argument("--tokens", help=f"{','.join(map(str, TOKENS))}; on a GPU {','.join(map(str, gpu.TOKENS))}")
+    parser.add_argument("--seconds", type=float, help=f"for each variant at each point; 1, on a GPU {gpu.SECONDS}")
+    parser.add_argument("--budget", type=float, default=gpu.BUDGET, help="seconds for a whole run on a GPU")
+    parser.add_argument("--name", help="of the files; default: layers, gpu, or the operation")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    options.results.mkdir(parents=True, exist_ok=True)
     try:
+        if options.gpu:
+            return _gpu(options)
         return _ops(options) if options.op else _layers(options)
     except (MoestroError, ValueError, AttributeError) as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
@@ -58,23 +64,69 @@ def _layers(options: argparse.Namespace) -> int:
     names = list(LAYERS) if options.layers == "all" else options.layers.split(",")
     plan = Plan(
         layers=tuple(named(name) for name in names),
-        tokens=tuple(int(count) for count in options.tokens.split(",")),
-        dtypes=tuple(getattr(torch, name) for name in options.dtypes.split(",")),
-        ours=tuple(ours("auto", name) for name in options.formats.split(",")),
-        peers=tuple(named_peers(options.peers.split(","))),
-        seconds=options.seconds,
+        tokens=_counts(options.tokens) or TOKENS,
+        dtypes=_dtypes(options.dtypes or "float32,bfloat16"),
+        ours=tuple(ours("auto", name) for name in (options.formats or "dense").split(",")),
+        peers=tuple(named_peers((options.peers or "all").split(","))),
+        seconds=options.seconds or 1.0,
     )
     report = run(plan, lambda text: print(text, file=sys.stderr))
     report.command = _command()
-    target = _write(options, options.name or "layers", markdown(report), report.as_json())
+    _write_layers(options, options.name or "layers", report)
+    return 1 if report.wrong else 0
+
+
+def _write_layers(options: argparse.Namespace, name: str, report: Report) -> None:
+    target = _write(options, name, markdown(report), report.as_json())
     if any(row.status == "ok" for row in report.rows):
         roofline(report, target.with_suffix(".png"))
-    return 1 if report.wrong else 0
+
+
+def _gpu(options: argparse.Namespace) -> int:
+    """A file for each layer as soon as it is measured, and one for them all."""
+    reason = gpu.missing()
+    if reason is not None:
+        print(f"benchmarks/run.py --gpu: {reason}", file=sys.stderr)
+        return 2
+    reports = []
+    for report in gpu.run_layers(gpu_plan(options), lambda text: print(text, file=sys.stderr)):
+        report.command = _command()
+        reports.append(report)
+        _write_layers(options, f"{options.name or 'gpu'}-{report.rows[0].layer}", report)
+        _write(options, options.name or "gpu", gpu.summary(reports), {"goals": gpu.goals(_rows(reports)), "rows": []})
+    return 1 if any(report.wrong for report in reports) else 0
+
+
+def gpu_plan(options: argparse.Namespace) -> Plan:
+    """The GPU's plan with what was asked for instead of its defaults."""
+    names = gpu.NAMES if options.all or options.layers == "all" else tuple(options.layers.split(","))
+    formats = gpu.FORMATS if options.formats is None else tuple(options.formats.split(","))
+    plan = gpu.default_plan(names, formats)
+    return replace(
+        plan,
+        tokens=_counts(options.tokens) or plan.tokens,
+        dtypes=plan.dtypes if options.dtypes is None else _dtypes(options.dtypes),
+        peers=plan.peers if options.peers is None else tuple(named_peers(options.peers.split(","))),
+        seconds=options.seconds or plan.seconds,
+        budget=options.budget,
+    )
+
+
+def _rows(reports: list[Report]) -> list[Row]:
+    return [row for report in reports for row in report.rows]
+
+
+def _counts(text: str | None) -> tuple[int, ...]:
+    return tuple(int(count) for count in text.split(",")) if text else ()
+
+
+def _dtypes(text: str) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, name) for name in text.split(","))
 
 
 def _ops(options: argparse.Namespace) -> int:
     names = list(BENCHMARKS) if options.op == "all" else [options.op]
-    rows = [row for name in names for row in run_op(BENCHMARKS[name], options.seconds)]
+    rows = [row for name in names for row in run_op(BENCHMARKS[name], options.seconds or 1.0)]
     found = {"command": _command(), "machine": machine.describe(), "versions": versions(), "rows": [*map(asdict, rows)]}
     about = ", ".join(f"{k} {v}" for k, v in {"machine": machine.processor_name(), **versions()}.items())
     text = f"# Operations, {datetime.date.today()}\n\n{about}\n\n`{_command()}`\n\n{op_markdown(rows)}"
@@ -87,6 +139,7 @@ def _command() -> str:
 
 
 def _write(options: argparse.Namespace, name: str, text: str, found: dict[str, object]) -> Path:
+    options.results.mkdir(parents=True, exist_ok=True)
     target = options.results / f"{datetime.date.today()}-{name}.md"
     target.write_text(text)
     target.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

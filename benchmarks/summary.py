@@ -19,10 +19,13 @@ TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 
 
 def points(results: Path = RESULTS) -> Iterator[list[dict[str, Any]]]:
-    """The measured rows of each point of each result, the oldest result first."""
+    """The measured rows of each point of each result of a CPU, the oldest result first."""
     for file in sorted(results.glob("*.json")):
         found: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-        for row in json.loads(file.read_text())["rows"]:
+        stored = json.loads(file.read_text())
+        if "gpu" in stored.get("machine", {}):
+            continue  # of another kind of machine
+        for row in stored["rows"]:
             if "layer" in row:
                 key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
                 found.setdefault(key, []).append(row)

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kMostExperts = 1 << 20;
 constexpr int kMostThreads = 1 << 16;
+constexpr int64_t kMostPieces = 1 << 20;
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 void need(bool condition, const char* why) {
@@ -123,7 +124,8 @@ FloatArray float_array(const std::tuple<uint64_t, int, int64_t>& a) {
 
 using Array = std::tuple<uint64_t, int, int64_t>;               // address, dtype, stride in elements
 using RoutingArgs = std::tuple<uint64_t, bool, uint64_t, bool>;  // ids, whether 64 bit, weights, whether on the input
-using StrategyArgs = std::tuple<bool, int64_t, bool>;  // whether all experts, token block, whether a token's bits are always the same
+// Whether all experts, token block, whether a token's bits are always the same, pieces.
+using StrategyArgs = std::tuple<bool, int64_t, bool, int64_t>;
 using ActivationArgs = std::tuple<int, bool, bool, bool, float, float, float>;
 
 template <class Id> void check_ids(const Call& call, const Stored& gate_up, const Stored& down) {
@@ -160,7 +162,8 @@ void run(int isa, int num_threads, const StrategyArgs& strategy, std::tuple<int6
     a.interleaved = a.interleaved && a.gated;  // there is nothing to alternate with
     call.out = reinterpret_cast<void*>(std::get<0>(out));
     call.out_dtype = float_type(std::get<1>(out));
-    std::tie(call.all_experts, call.token_block, call.same_bits) = strategy;
+    std::tie(call.all_experts, call.token_block, call.same_bits, call.pieces) = strategy;
+    need(call.pieces >= 0 && call.pieces <= kMostPieces, "a number of pieces out of range");
     call.num_threads = num_threads;
     call.rounded = rounded;
     need(rounded ? kIsas[isa]->rounded != nullptr : kIsas[isa]->four_rows != nullptr, "rows that this instruction set does not multiply");

@@ -94,6 +94,7 @@ struct Call {
     bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
     bool same_bits = false;    // a token's bits do not depend on how many there are
     int64_t token_block = 96;  // token rows that meet a range of weights before the next ones
+    int64_t pieces = 0;        // that each projection of an expert is cut into, for the threads; 0: by its cost
     int num_threads = 1;
 };
 

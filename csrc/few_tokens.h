@@ -30,7 +30,7 @@ static void few_nibbles(const FourRows& rows, const float* const* scales, const 
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
-    for (int64_t k = 0; k < columns; k += kBlock) {
+    const auto block = [&](int64_t k, auto words_of) __attribute__((always_inline)) {
         F all[M];  // what a zero point is multiplied by
         if constexpr (E == Element::u4) {
             for (int t = 0; t < M; ++t) {
@@ -40,18 +40,12 @@ static void few_nibbles(const FourRows& rows, const float* const* scales, const 
         }
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-            const uint8_t* from = rows.data[r] + k / 2;
-            alignas(64) uint8_t padded[kBlock / 2];
             if (rows.next[0]) prefetch(rows.next[r] + k / 2);
-            if (k + kBlock > columns) {
-                std::memset(padded, 0, sizeof padded);
-                std::memcpy(padded, from, static_cast<size_t>(columns - k) / 2);
-                from = padded;
-            }
+            const I words = words_of(rows.data[r] + k / 2);
             F t[2][M];
 #pragma GCC unroll 8
             for (int i = 0; i < M; ++i) t[0][i] = t[1][i] = zero();
-            eight_products<M, 0>(values, load_words(from), x, t);
+            eight_products<M, 0>(values, words, x, t);
             const F s = spread(scales[r] + (k >> shift), by);
 #pragma GCC unroll 8
             for (int i = 0; i < M; ++i) {
@@ -62,7 +56,10 @@ static void few_nibbles(const FourRows& rows, const float* const* scales, const 
         }
 #pragma GCC unroll 8
         for (int t = 0; t < M; ++t) x[t] += kBlock;
-    }
+    };
+    int64_t k = 0;
+    for (; k + kBlock <= columns; k += kBlock) block(k, [](const uint8_t* p) __attribute__((always_inline)) { return load_words(p); });
+    if (k < columns) block(k, [&](const uint8_t* p) __attribute__((always_inline)) { return load_some_words(p, (columns - k) / 2); });
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
 }

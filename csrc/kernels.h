@@ -164,12 +164,8 @@ MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scale
                 words[r] = load_words(rows.data[r] + k / 2);
             }
         } else {
-            alignas(64) uint8_t padded[kRows][kBlock / 2] = {};
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) {
-                std::memcpy(padded[r], rows.data[r] + k / 2, static_cast<size_t>(columns - k) / 2);
-                words[r] = load_words(padded[r]);
-            }
+            for (int r = 0; r < kRows; ++r) words[r] = load_some_words(rows.data[r] + k / 2, (columns - k) / 2);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {

@@ -81,17 +81,36 @@ private:
         const int64_t panel = std::max(scratch_floats(layout_.padded, kBlock), tile_scratch_bytes(call_.weights.columns) / 4);
         float* room = scratch().reserve(panel + sums + segment);
         if (isa_.tiles) isa_.tiles->begin();
-        for (int64_t at; (at = next_.fetch_add(range_, std::memory_order_relaxed)) < call_.weights.rows;) {
-            const int64_t stop = std::min(at + range_, call_.weights.rows);
-            for (int64_t i = at; i < stop; i += kSegment)
+        for (Reader reader{*this, take()}; reader.first < call_.weights.rows; reader.go_on()) {
+            for (int64_t i = reader.first; i < reader.stop(); i += kSegment)
                 for (int64_t t = 0; t < n_; t += kBlock)
-                    (isa_.tiles ? &Project::tiled : &Project::dotted)(*this, i, std::min(i + kSegment, stop), t, std::min(kBlock, n_ - t), room, room + panel);
+                    (isa_.tiles ? &Project::tiled : &Project::dotted)(reader, i, std::min(i + kSegment, reader.stop()), t, std::min(kBlock, n_ - t), room, room + panel);
         }
         if (isa_.tiles) isa_.tiles->end();
     }
+    int64_t take() { return next_.fetch_add(range_, std::memory_order_relaxed); }
+
+    // A range of rows, and the one that its thread takes after it: as soon as rows are to be fetched from there.
+    struct Reader {
+        Project& p;
+        int64_t first, following = -1;
+
+        int64_t stop() const { return std::min(first + p.range_, p.call_.weights.rows); }
+        void go_on() {
+            first = following < 0 ? p.take() : following;
+            following = -1;
+        }
+        // The row that is read when `n` from `at` on have been, or -1.
+        int64_t ahead(int64_t at, int64_t n) {
+            if (at + n < stop()) return at + n;
+            if (following < 0) following = p.take();
+            return following < p.call_.weights.rows ? following : -1;
+        }
+    };
 
     // Outputs i to stop of m tokens from t on.
-    static void dotted(const Project& p, int64_t i, int64_t stop, int64_t t, int64_t m, float* panel, float* sums) {
+    static void dotted(Reader& reader, int64_t i, int64_t stop, int64_t t, int64_t m, float* panel, float* sums) {
+        const Project& p = reader.p;
         float* out = sums + 4 * kBlock;
         const float* x[kBlock];
         for (int64_t r = 0; r < m; ++r) x[r] = p.x_ + (t + r) * p.layout_.stride();
@@ -99,7 +118,10 @@ private:
             int64_t four[4];
             for (int64_t j = 0; j < 4; ++j) four[j] = std::min(at + j, stop - 1);
             FourRows rows = rows_of(p.call_.weights, 0, four);
-            for (int64_t j = 0; j < 4 && at + 4 < p.call_.weights.rows; ++j) rows.next[j] = rows.data[j] + 4 * p.call_.weights.row_stride;
+            if (const int64_t then = reader.ahead(at, 4); then >= 0) {
+                for (int64_t j = 0; j < 4; ++j) four[j] = std::min(then + j, p.call_.weights.rows - 1);
+                follow(rows, p.call_.weights, 0, four);
+            }
             p.isa_.four_rows(rows, x, m, sums, panel);
             for (int64_t r = 0; r < m; ++r)
                 for (int64_t j = 0; j < std::min<int64_t>(4, stop - at); ++j) out[r * kSegment + at - i + j] = sums[4 * r + j];
@@ -107,7 +129,8 @@ private:
         p.write(i, stop, t, m, out);
     }
 
-    static void tiled(const Project& p, int64_t i, int64_t stop, int64_t t, int64_t m, float* panel, float* sums) {
+    static void tiled(Reader& reader, int64_t i, int64_t stop, int64_t t, int64_t m, float* panel, float* sums) {
+        const Project& p = reader.p;
         float *out = sums + 4 * kBlock, *y[kBlock];
         for (int64_t at = i; at < stop; at += 32) {
             const auto left = static_cast<int>(stop - at);
@@ -115,7 +138,7 @@ private:
             for (int64_t r = 0; r < (m + 15) / 16 * 16; ++r) y[r] = r < m ? out + r * kSegment + at - i : nullptr;
             TileRows rows = tile_rows(p.call_.weights, 0, at, count[1] ? 16 : 0, 1, count);
             rows.width = tile_width(p.n_);
-            if (at + 32 < p.call_.weights.rows) follow(rows, p.call_.weights, 0, at + 32, 16, 1);
+            if (const int64_t then = reader.ahead(at, 32); then >= 0) follow(rows, p.call_.weights, 0, then, 16, 1);
             p.isa_.tiles->down(rows, nullptr, p.tile(t / 16), (m + 15) / 16, y, reinterpret_cast<uint8_t*>(panel));
         }
         p.write(i, stop, t, m, out);

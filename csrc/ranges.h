@@ -19,7 +19,8 @@ constexpr int64_t kSmallestRange = 64 << 10;   // bytes of weights, or as much a
 constexpr int64_t kRangesPerThread = 24;
 constexpr int64_t kBytesPerFma = 4;        // arithmetic that takes as long as reading a byte, inverted: a coarse balance
 
-// Ranges of equal cost. Says of each expert how many its gate_up is cut into.
+// Ranges of equal cost: along the intermediate size (gate_up) and the hidden size (down) where experts are few or one is
+// hot, and of whole experts where these are many and small. Says of each expert how many its gate_up is cut into.
 inline std::vector<Range> cut(const Call& call, std::vector<Active>& active) {
     const auto cost = [](const Projection& p, int64_t tokens) { return std::max(p.row_bytes(), p.columns * tokens / kBytesPerFma); };
     int64_t total = 0;
@@ -31,7 +32,8 @@ inline std::vector<Range> cut(const Call& call, std::vector<Active>& active) {
         Active& a = active[index];
         const int64_t n = down ? call.hidden_size : call.intermediate_size;
         const int64_t each = cost(down ? call.down : call.gate_up, a.num_rows) * (down ? 1 : halves);
-        const int64_t pieces = std::clamp<int64_t>((n * each + wanted - 1) / wanted, 1, std::max<int64_t>(n / 16, 1));
+        const int64_t asked = call.pieces ? call.pieces : (n * each + wanted - 1) / wanted;
+        const int64_t pieces = std::clamp<int64_t>(asked, 1, std::max<int64_t>(n / 16, 1));
         for (int64_t i = 0; i < pieces; ++i) {
             // Cut where a block of nibbles ends, so that no two threads write to one line.
             const int64_t first = i * n / pieces / 16 * 16, last = i + 1 == pieces ? n : (i + 1) * n / pieces / 16 * 16;

@@ -73,6 +73,12 @@ inline F load_u8(const uint8_t* p) { return {_mm256_cvtepi32_ps(_mm256_cvtepu8_e
 
 // W words of 8 nibbles; nibble j of lane l is column 8 * l + j of the block.
 inline I load_words(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+// The first n bytes, zeros behind them.
+inline I load_some_words(const uint8_t* p, int64_t n) {
+    alignas(64) uint8_t padded[4 * W] = {};
+    std::memcpy(padded, p, static_cast<size_t>(n));
+    return load_words(padded);
+}
 struct E2m1 { __m256 magnitudes; };
 struct I4 {};
 struct U4 {};

@@ -88,6 +88,8 @@ inline F load_u8(const uint8_t* p) {
 
 // W words of 8 nibbles; nibble j of lane l is column 8 * l + j of the block.
 inline I load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+// The first n bytes, zeros behind them.
+inline I load_some_words(const uint8_t* p, int64_t n) { return {_mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p)}; }
 struct Nibbles { __m512 table; };
 inline Nibbles e2m1_values() {
     return {_mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6)};

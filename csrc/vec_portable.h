@@ -107,6 +107,12 @@ inline I load_words(const uint8_t* p) {
     std::memcpy(r.v, p, sizeof r.v);
     return r;
 }
+// The first n bytes, zeros behind them.
+inline I load_some_words(const uint8_t* p, int64_t n) {
+    alignas(64) uint8_t padded[4 * W] = {};
+    std::memcpy(padded, p, static_cast<size_t>(n));
+    return load_words(padded);
+}
 struct Nibbles { float table[16]; };
 inline Nibbles e2m1_values() { return {{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}}; }
 inline Nibbles i4_values() { return {{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}}; }

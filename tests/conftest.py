@@ -19,6 +19,10 @@ import torch
 
 import moestro
 
+# Before anything imports triton: without a GPU its kernels run in Triton's interpreter, on the CPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile(
     "moestro",
     derandomize=True,
@@ -69,3 +73,11 @@ def plain_torch() -> Iterator[None]:
     """Only the implementation in plain PyTorch runs, whatever else is installed."""
     with moestro.use(implementation="torch"):
         yield
+
+
+@pytest.fixture
+def triton_device() -> Iterator[torch.device]:
+    """Where Triton's kernels run in this process, and they are forced: a GPU, or the CPU under the interpreter."""
+    pytest.importorskip("triton")
+    with moestro.use(implementation="triton"):
+        yield torch.device("cuda" if torch.cuda.is_available() else "cpu")

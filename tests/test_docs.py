@@ -123,6 +123,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         (["generate"], "cli"),
         (["info"], "cli"),
         (["quantize"], "cli"),
+        (["tune"], "cli"),
         (["quality"], "quality"),
         (["bench", "layer"], "bench"),
     ],

@@ -70,11 +70,16 @@ def is_command(node: Function) -> bool:
     return any(a.annotation is not None and "typer." in ast.unparse(a.annotation) for a in node.args.args)
 
 
+def is_kernel(node: Function) -> bool:
+    """Device code: its parameters are pointers, sizes and values that it is compiled for, one by one."""
+    return any(ast.unparse(d).startswith("triton.jit") for d in node.decorator_list)
+
+
 def signatures(module: Source) -> dict[str, int]:
     return {
         f"{module.name}.{name}": parameters(node, method)
         for name, node, method in functions(module.tree)
-        if public(name) and not is_command(node)
+        if public(name) and not is_command(node) and not is_kernel(node)
     }
 
 

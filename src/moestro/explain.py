@@ -14,8 +14,8 @@ from moestro.errors import UnsupportedError, invalid_input
 from moestro.experts import Experts
 from moestro.formats import SplitTensor
 from moestro.moe import MoE
-from moestro.ops import _select
-from moestro.ops.expert_mlp import expert_mlp, resolve_strategy
+from moestro.ops import _select, gpu
+from moestro.ops.expert_mlp import expert_mlp, explain_strategy
 from moestro.ops.grouping import group_by_expert
 from moestro.ops.projection import projection
 from moestro.ops.topk import topk
@@ -116,7 +116,7 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
     except UnsupportedError:
         chosen = None
     walks = name == "expert_mlp" and chosen != "reference"  # the reference has one way to go
-    choice = resolve_strategy(positional[1], positional[2], strategy)[0] if walks else None
+    choice = explain_strategy(chosen or "", positional[0], positional[1], positional[2], strategy) if walks else None
     return Explanation(
         operation=name,
         candidates=tuple(_select.candidates(name, *positional)),
@@ -134,9 +134,12 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
     if weights.row_format != "float":
-        return f"{text}, multiplied as integers: rows are rounded to {weights.row_format}"
+        numbers = "integers" if weights.row_format == "int8" else "8-bit floats"
+        return f"{text}, multiplied as {numbers}: rows are rounded to {weights.row_format}"
     if all(s.format.is_dense for s in stored):
         return text
+    if chosen == gpu.IMPLEMENTATION:
+        return f"{text}, decoded in registers"
     if chosen is not None and chosen.startswith("cpu-"):
         return f"{text}, decoded in registers, or for many rows four rows at a time"
     reading = "a whole expert" if chosen == "reference" else "a panel of rows"

@@ -23,6 +23,7 @@ _SEGMENTS = 4
 _SECONDS_PER_PROBE = 0.1
 _MOST_CALLS = 64
 _SECONDS_PER_PEAK = 0.1
+_DEVICE_SIDES = (4096, 8192)
 _X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
 _NEWER_X86_FEATURES = ("avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
@@ -93,37 +94,78 @@ def peaks() -> dict[str, float]:
     return found
 
 
+def matrix_rates(device: torch.device | str) -> dict[str, float]:
+    """FLOP/s of large square matrix products on a CUDA device, measured now.
+
+    Keys: "bf16-mm" (torch.mm) and, from compute capability 8.9 on, "fp8-mm" (torch._scaled_mm of float8_e4m3fn with
+    one scale for each matrix, out in bfloat16). Empty for devices of other types.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return {}
+    with torch.inference_mode():
+        rates = {"bf16-mm": _matmul_rate(torch.bfloat16, device)}
+        if torch.cuda.get_device_capability(device) >= (8, 9):
+            rates["fp8-mm"] = max(_fp8_rate(n, device) for n in _DEVICE_SIDES)
+    return rates
+
+
+def describe_gpu(device: torch.device | str) -> dict[str, Any]:
+    """A CUDA device in values that JSON can hold: name, capability, multiprocessors, memory_bytes, l2_bytes."""
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_bytes": found.total_memory,
+        "l2_bytes": found.L2_cache_size,
+    }
+
+
 def probe_bytes(device: torch.device | str = "cpu") -> int:
     """Size of the buffer behind the bandwidth probe: 1 GiB, or a quarter of the free memory if that is less."""
     return max(min(_PROBE_BYTES, available_bytes(device) // 4) // 2**20 * 2**20, 2**24)
 
 
 def _bandwidth(device: torch.device) -> float:
+    return max(bandwidths(device).values())
+
+
+def bandwidths(device: torch.device | str) -> dict[str, float]:
+    """Bytes per second of each probe: "sum", "float32 rows" and "bfloat16 rows" (matrix-vector products), which read,
+    and on an accelerator "copy", which counts reading and writing."""
+    device = torch.device(device)
     parts = torch.empty(probe_bytes(device) // 4, device=device).fill_(1e-3).chunk(_SEGMENTS)
     vector = torch.full((4096,), 0.5, device=device)
     short = vector.bfloat16()
-    probes: list[tuple[int, Callable[[Tensor], object]]] = [
-        (1, torch.sum),
-        (1, lambda part: part.view(-1, 4096) @ vector),
-        (1, lambda part: part.view(torch.bfloat16).view(-1, 4096) @ short),
-    ]
+    probes: dict[str, tuple[int, Callable[[Tensor], object]]] = {
+        "sum": (1, torch.sum),
+        "float32 rows": (1, lambda part: part.view(-1, 4096) @ vector),
+        "bfloat16 rows": (1, lambda part: part.view(torch.bfloat16).view(-1, 4096) @ short),
+    }
     if device.type != "cpu":
-        probes.append((2, torch.empty_like(parts[0]).copy_))
+        probes["copy"] = (2, torch.empty_like(parts[0]).copy_)
     order = itertools.cycle(parts)
     part_bytes = parts[0].numel() * parts[0].element_size()
-    return max(
-        transfers * part_bytes / seconds
-        for transfers, probe in probes
-        for seconds in _timings(lambda probe=probe: probe(next(order)), device)  # type: ignore[misc]
-    )
+    return {
+        name: transfers * part_bytes / min(_timings(lambda probe=probe: probe(next(order)), device))  # type: ignore[misc]
+        for name, (transfers, probe) in probes.items()
+    }
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     best = 0.0
-    for n in (1024, 2048) if device.type == "cpu" else (4096, 8192):
+    for n in (1024, 2048) if device.type == "cpu" else _DEVICE_SIDES:
         a, b = (torch.full((n, n), 0.01, device=device).to(dtype) for _ in range(2))
         best = max(best, 2 * n**3 / min(_timings(partial(torch.mm, a, b), device)))
     return best
+
+
+def _fp8_rate(n: int, device: torch.device) -> float:
+    a, b = (torch.full((n, n), 0.25, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    product = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return 2 * n**3 / min(_timings(product, device))
 
 
 def _timings(call: Callable[[], object], device: torch.device) -> list[float]:

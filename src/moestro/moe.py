@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moestro.errors import invalid_input
 from moestro.experts import Experts
+from moestro.ops import gpu
 from moestro.routing.routers import GroupLimitedRouter, TopKRouter
 from moestro.tolerances import disagreement
 from moestro.types import Activation, Routing
@@ -92,14 +93,20 @@ class MoE(nn.Module):
         own = type(self.router) in (TopKRouter, GroupLimitedRouter)
         trusted = own and self.rewrite is None and self.dispatcher is None
         call = experts.trusted if trusted else experts
-        if self.dispatcher is None:
-            y = call(x, routing)
-        else:
-            rows, local, handle = self.dispatcher.dispatch(x, routing)
-            y = self.dispatcher.combine(call(rows, local), handle)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+        shared = self.shared_experts
+        if shared is None:
+            y = self._routed(x, routing, call)
+        else:  # which need nothing of each other
+            y, z = gpu.beside(x, lambda: self._routed(x, routing, call), lambda: cast(Tensor, shared(x)))
+            y = y + z
         return y if len(shape) == 2 else y.reshape(shape)
+
+    def _routed(self, x: Tensor, routing: Routing, call: Callable[[Tensor, Routing], Tensor]) -> Tensor:
+        """What the routed experts add, wherever they are."""
+        if self.dispatcher is None:
+            return call(x, routing)
+        rows, local, handle = self.dispatcher.dispatch(x, routing)
+        return self.dispatcher.combine(call(rows, local), handle)
 
 
 class FFN(MoE):

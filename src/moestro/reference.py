@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moestro.formats import StoredExperts, dequantize, integers
+from moestro.formats import PackedTensor, StoredExperts, dequantize, floats, integers
+from moestro.formats.elements import E4M3_LARGEST, round_e4m3
 from moestro.types import EMPTY, Activation, Routing, RowFormat
 from moestro.weights import ExpertWeights
 
@@ -65,14 +66,34 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, torch.where(torch.isfinite(s), s, torch.nan)
 
 
+def round_rows_e4m3(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Rows x [R, K] as values of e4m3 and float32 scales: values [R, K] within +-448, scales [R, ceil(K / columns)].
+
+    s = max |x| / 448 of each `columns` of a row, of which the last may be fewer, and q = the e4m3 value nearest to
+    x / s, ties to the even code, all in float32. Where s is 0, so is q; what shares its scale with NaN or infinity has
+    the scale NaN.
+    """
+    if x.shape[1] == 0:
+        return x.float(), x.new_zeros(x.shape[0], 1, dtype=torch.float32)
+    values, scales = [], []
+    for part in torch.split(x.float(), columns, dim=1):
+        s = part.abs().amax(1, keepdim=True) / E4M3_LARGEST
+        usable = (s > 0) & torch.isfinite(s)
+        values.append(torch.where(usable, round_e4m3(torch.where(usable, part / s, 0.0)), 0.0))
+        scales.append(torch.where(torch.isfinite(s), s, torch.nan))
+    return torch.cat(values, 1), torch.cat(scales, 1)
+
+
 def product(x: Tensor, stored: StoredExperts, e: int, rows: RowFormat) -> Tensor:
     """Rows x [R, K] times expert e's matrix [N, K], transposed -> [R, N], in the dtype of x.
 
-    Rows as int8: in float64 the sum of a group of weights that share a scale is exact, and one scale of the weights and
-    one of the row are all that meets it.
+    Rows as int8 or fp8-e4m3: in float64 the sum of a group of weights that share a scale is exact, and one scale of the
+    weights and one of the row are all that meets it.
     """
     if rows == "float":
         return x @ matrix(stored, e, x.dtype).T
+    if rows == "fp8-e4m3":
+        return torch.cat([_product_of_floats(x, block) for block in stored.blocks(e)], dim=1)
     q, s = round_rows(x)
     parts = []
     for block in stored.blocks(e):
@@ -85,6 +106,18 @@ def product(x: Tensor, stored: StoredExperts, e: int, rows: RowFormat) -> Tensor
             sums = sums + exact.to(x.dtype) * steps[:, g].to(x.dtype)
         parts.append(sums)
     return torch.cat(parts, dim=1) * s.to(x.dtype)
+
+
+def _product_of_floats(x: Tensor, block: PackedTensor) -> Tensor:
+    """`product` of rows as fp8-e4m3; the columns that share a scale of the weights share one of a row."""
+    values, steps, columns = floats(block)
+    q, s = round_rows_e4m3(x, columns)
+    y = x.new_zeros(x.shape[0], block.shape[0])
+    for g in range(steps.shape[1]):
+        of_group = slice(g * columns, (g + 1) * columns)
+        exact = q[:, of_group].double() @ values[:, of_group].double().T
+        y = y + exact.to(x.dtype) * steps[:, g].to(x.dtype) * s[:, g, None].to(x.dtype)
+    return y
 
 
 def one_expert(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
 STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
@@ -35,6 +36,14 @@ def current() -> Settings:
 def bench_peers() -> str | None:
     """The folder of peers that the benchmark may run beside those of PyTorch and Transformers; read when asked."""
     return os.environ.get(BENCH_PEERS_VARIABLE) or None
+
+
+def cache_folder() -> Path:
+    """Where files may be kept that can be made again: moestro's folder in the user's cache directory; read when asked.
+
+    The directory is $XDG_CACHE_HOME where that is set, else ~/.cache.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moestro"
 
 
 @contextmanager

@@ -23,8 +23,8 @@ EMPTY = -1
 
 WeightOn = Literal["output", "input"]
 
-RowFormat = Literal["float", "int8"]
-"""How rows meet weights: as they are, or rounded to 8-bit integers with one scale a row (`moestro.reference`)."""
+RowFormat = Literal["float", "int8", "fp8-e4m3"]
+"""How rows meet weights: as they are, or rounded to 8-bit integers or floats, with scales (`moestro.reference`)."""
 
 
 @dataclass(frozen=True, eq=False)

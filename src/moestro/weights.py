@@ -30,11 +30,12 @@ class ExpertWeights:
         down_bias: [E, H], or None.
         activation: what stands between the two matmuls.
         output_norm: applied to each expert's output row [..., H] before it is weighted, or None.
-        row_format: "float", or "int8" to round rows before each of the two products, so that integers are multiplied.
+        row_format: "float"; "int8" or "fp8-e4m3" to round rows before each of the two products, so that 8-bit integers
+            or floats are multiplied.
 
     Raises:
         InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown row format.
-        UnsupportedError: rows as int8 and weights that are no integers.
+        UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
     """
 
     gate_up: StoredExperts
@@ -137,23 +138,33 @@ class ExpertWeights:
         return sum(t.numel() * t.element_size() for t in self.tensors) // max(self.num_experts, 1)
 
 
+_MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {
+    "int8": (INTEGERS, "integers: int8, int4, mxfp4, nvfp4 or fp4"),
+    "fp8-e4m3": (("e4m3",), "8-bit floats: fp8-e4m3-tensor, fp8-e4m3-channel or fp8-e4m3-b128"),
+}
+"""By row format: elements of weights that such rows are multiplied by, and what these are called."""
+
+
 def check_row_format(row_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
     """Check that rows of this format can be multiplied by weights of all these.
 
     Raises:
         InvalidInputError: not a row format.
-        UnsupportedError: rows as int8, and weights that are no integers.
+        UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
     """
     if row_format == "float":
         return
-    if row_format != "int8":
-        raise invalid_input(operation, got=f"rows as {row_format!r}", needs='"float" or "int8"', fix="Pick one.")
+    if row_format not in _MULTIPLIED:
+        raise invalid_input(
+            operation, got=f"rows as {row_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
+        )
+    elements, called = _MULTIPLIED[row_format]
     for form in stored:
-        if form.element not in INTEGERS:
+        if form.element not in elements:
             raise unsupported(
                 operation,
-                got=f"rows as int8 and weights stored as {form.name}",
-                needs="weights that are integers: int8, int4, mxfp4, nvfp4 or fp4",
+                got=f"rows as {row_format} and weights stored as {form.name}",
+                needs=f"weights that are {called}",
                 fix="Quantise them to one of these formats, or leave rows as float.",
             )
 

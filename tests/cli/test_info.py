@@ -80,3 +80,26 @@ def test_text() -> None:
         "moestro info --measure",
     ):
         assert part in text
+
+
+def test_a_gpu_is_described_and_its_rates_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for what is asked of a GPU."""
+    gpu = {"name": "Some GPU", "capability": "9.0", "multiprocessors": 132}
+    gpu |= {"memory_bytes": 80 << 30, "l2_bytes": 50 << 20}
+    described = machine.describe()
+    monkeypatch.setattr(machine, "describe", lambda: {**described, "accelerators": ["Some GPU"]})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine, "describe_gpu", lambda device: gpu)
+    monkeypatch.setattr(machine, "bandwidths", lambda device: {"copy": 4e12})
+    monkeypatch.setattr(machine, "matrix_rates", lambda device: {"bf16-mm": 7e14})
+    monkeypatch.setattr(machine, "measure", lambda dtype: Roof(1e9, 1e9))
+    monkeypatch.setattr(machine, "peaks", dict)
+    asked: list[str] = []
+    monkeypatch.setattr("moestro.cli.info._implementations", lambda device: asked.append(device) or {})
+    found = json.loads(run("--measure", "--json").stdout)
+    assert asked == ["cuda"]
+    assert found["gpus"] == [gpu]
+    assert found["gpu_rates"] == [{"copy": 4e12, "bf16-mm": 7e14}]
+    text = run("--measure").stdout
+    for line in ("cuda:0", "9.0, 132", "80.0 GiB, 50 MiB", "4,000 GB/s", "700 TFLOP/s"):
+        assert line in text

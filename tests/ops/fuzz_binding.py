@@ -81,7 +81,7 @@ def call(pick: Callable[..., Any], draw: Callable[..., Any]) -> None:
     native.module.expert_mlp(
         pick("isa", isa.index, CODES),
         pick("threads", draw(st.sampled_from((1, 2))), (-1, 0, 1 << 20, 1 << 31, 1 << 40)),
-        (draw(st.booleans()), pick("block", 96, SIZES), draw(st.booleans())),
+        (draw(st.booleans()), pick("block", 96, SIZES), draw(st.booleans()), pick("pieces", 0, (-1, 1, 7, 1 << 40))),
         (
             pick("tokens", 2, (-1, 0, 1, 1 << 40, 1 << 62)),
             pick("slots", 3, (-1, 0, 256, 257, 1 << 62)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from moestro import ExpertWeights
@@ -27,6 +28,12 @@ def apart(weights: ExpertWeights) -> ExpertWeights:
     """The same experts as checkpoints of one tensor a projection have them: gate, up and down of each on their own."""
     halves = 2 if weights.activation.gated else 1
     return replace(weights, gate_up=_cut(weights.gate_up, halves), down=_cut(weights.down, 1))
+
+
+def moved(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
+    """The same experts on another device."""
+    moved: ExpertWeights = pytree.tree_map(lambda t: t if t is None else t.to(device), weights)
+    return moved
 
 
 def _cut(stored: StoredExperts, parts: int) -> SplitTensor:

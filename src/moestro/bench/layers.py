@@ -254,7 +254,7 @@ def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str | Non
 
 
 def _distinct(expert_ids: Tensor) -> list[int]:
-    return sorted(set(expert_ids.flatten().tolist()) - {EMPTY})
+    return [e for e in torch.unique(expert_ids).tolist() if e != EMPTY]  # sorted
 
 
 def _stored_bytes(spec: LayerSpec, dtype: torch.dtype, num_experts: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moestro import machine
+from moestro.bench.guarded import failures, guarded, sentence
 from moestro.bench.layers import (
     RESERVE_BYTES,
     Layer,
@@ -28,8 +29,8 @@ from moestro.bench.layers import (
     make_layer,
 )
 from moestro.bench.peers import place
-from moestro.bench.peers.variant import DENSE, Bind, Call, Variant
-from moestro.bench.timing import OwnClock, alternate, ratio, wall_clock
+from moestro.bench.peers.variant import DENSE, Bind, Variant
+from moestro.bench.timing import Budget, Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
 from moestro.errors import UnsupportedError, invalid_input
 from moestro.machine import Roof
 from moestro.tolerances import disagreement, relative_error, too_far
@@ -40,8 +41,7 @@ CALL_LIMIT_SECONDS = 30.0
 
 FEW_TOKENS = 16
 
-FAILURES = (RuntimeError, ImportError, ValueError, UnsupportedError)
-"""What a variant may raise where it cannot run; the row then says so and the run goes on."""
+BUDGET_SPENT = "the run's time budget was spent before this point"
 
 Status = Literal["ok", "skipped", "wrong output"]
 
@@ -56,6 +56,8 @@ class Plan:
         peers: what they are compared with where their weights have as many bits as moestro's.
         seconds: time each variant may spend on a point.
         device: where.
+        budget: seconds for the whole run, or None. Points share what is left of it; those it does not reach are
+            skipped, which their rows say.
 
     Raises:
         InvalidInputError: nothing to measure, T < 1, seconds <= 0, a dtype that is no float of 16 or 32 bits, or a
@@ -69,6 +71,7 @@ class Plan:
     peers: tuple[Variant, ...]
     seconds: float = 1.0
     device: str = "cpu"
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.layers and self.tokens and self.dtypes and self.ours):
@@ -79,8 +82,9 @@ class Plan:
                 needs="at least one of each",
                 fix="Leave an option out for its default.",
             )
-        for name, value in (("tokens", min(self.tokens)), ("seconds per point", self.seconds)):
-            if not value > 0:
+        given = {"tokens": min(self.tokens), "seconds per point": self.seconds, "budget": self.budget}
+        for name, value in given.items():
+            if value is not None and not value > 0:
                 raise invalid_input("bench layer", got=f"{name} {value}", needs="more than 0", fix="Try 1.")
         for dtype in self.dtypes:
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -111,7 +115,8 @@ class Row:
         roof_share: the least time at the machine's roof over the time.
         bandwidth_share: gigabytes_per_second over the roof's.
         peak, peak_share: gigaflops over a peak of the machine's registers, and which ("vnni" where the variant
-            multiplies int8 numbers, else "fma"); None where that was not measured.
+            multiplies int8 numbers, else "fma"; on a CUDA device "bf16-mm" for 16-bit x); None where that was not
+            measured.
         error: relative L2 error of a checked output against the layer's own weights, whatever the variant's are.
         ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
         ratio_low, ratio_high: lower and upper quartile over rounds.
@@ -153,7 +158,8 @@ class Row:
 class Report:
     """Everything one run found.
 
-    `notes` are keyed by "layer dtype" or "run", `roofs` by dtype; `peaks` are `machine.peaks()`.
+    `notes` are keyed by "layer dtype" or "run", `roofs` by dtype; `peaks` are `machine.peaks()`, on a CUDA device
+    `machine.matrix_rates()`.
     """
 
     command: str
@@ -188,20 +194,22 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
             others are named in the notes.
     """
     roofs = {dtype: machine.measure(dtype, plan.device) for dtype in plan.dtypes}
+    on_cpu = torch.device(plan.device).type == "cpu"
     report = Report(
         command=" ".join(["moestro", *sys.argv[1:]]),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine={**machine.describe(), "device": plan.device},
+        machine={**machine.describe(), "device": plan.device, **_gpu(plan.device)},
         versions=versions(),
         roofs={dtype_name(dtype): roof for dtype, roof in roofs.items()},
-        peaks=machine.peaks() if torch.device(plan.device).type == "cpu" else {},
+        peaks=machine.peaks() if on_cpu else machine.matrix_rates(plan.device),
     )
     plan, notes = _only_those_here(plan)
+    budget = Budget(plan.budget, num_points(plan))
     refusal: UnsupportedError | None = None
     with torch.inference_mode():
         for spec in plan.layers:
             for dtype in plan.dtypes:
-                gc.collect()  # what the last layer held must not count against this one
+                release(plan.device)
                 free = machine.available_bytes(plan.device)
                 try:
                     num_experts = experts_that_fit(spec, dtype, free, max(plan.tokens))
@@ -213,15 +221,46 @@ def run(plan: Plan, on_point: Callable[[str], None] = lambda text: None) -> Repo
                 if layer.notes:
                     report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
                 for group in _groups(plan, dtype):
-                    report.rows += _run_group(
-                        replace(layer, quantized={}), group, (roofs[dtype], report.peaks), on_point
-                    )
+                    release(plan.device)
+                    limits = _Limits(roofs[dtype], report.peaks, budget)
+                    report.rows += _run_group(replace(layer, quantized={}), group, limits, on_point)
                 del layer
     if refusal is not None and not report.rows:
         raise refusal
     if notes:
         report.notes["run"] = notes
     return report
+
+
+def release(device: str) -> None:
+    """Give back what nobody holds any more: what the last layer or group used must not count against the next."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _gpu(device: str) -> dict[str, Any]:
+    """What a report says of a CUDA device."""
+    if torch.device(device).type != "cuda":
+        return {}
+    return {"gpu": machine.describe_gpu(device), "bandwidths": machine.bandwidths(device)}
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What times are held against, and what is left of them for the run."""
+
+    roof: Roof
+    peaks: dict[str, float]
+    budget: Budget
+
+
+def timer(layer: Layer) -> Timer:
+    """The clock of a layer's calls: the wall's, or on a CUDA device events, with a cold L2 where weights would fit."""
+    if layer.device.type != "cuda":
+        return wall_clock(layer.device)
+    cache = machine.describe_gpu(layer.device)["l2_bytes"]
+    return event_clock(layer.device, cold_bytes(cache, layer.num_experts * layer.weights.bytes_per_expert))
 
 
 def _is_here(device: str) -> bool:
@@ -265,9 +304,7 @@ def num_points(plan: Plan) -> int:
     return len(plan.layers) * len(plan.tokens) * groups
 
 
-def _run_group(
-    layer: Layer, plan: Plan, limits: tuple[Roof, dict[str, float]], on_point: Callable[[str], None]
-) -> Iterator[Row]:
+def _run_group(layer: Layer, plan: Plan, limits: _Limits, on_point: Callable[[str], None]) -> Iterator[Row]:
     refused: dict[str, str] = {}
     bound: dict[str, Bind] = {}
     for variant in (*plan.ours, *plan.peers):
@@ -275,8 +312,8 @@ def _run_group(
         if reason is None:
             try:
                 bound[variant.name] = variant.prepare(layer)
-            except FAILURES as error:
-                reason = _sentence(error)
+            except failures() as error:
+                reason = sentence(error)
         if reason is not None:
             refused[variant.name] = reason
     formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in plan.ours))
@@ -301,9 +338,9 @@ def no_room(variant: Variant, layer: Layer) -> str | None:
 class _Point:
     """One layer, dtype, number of bits and of tokens: its inputs, and the truth about some of them."""
 
-    def __init__(self, layer: Layer, plan: Plan, limits: tuple[Roof, dict[str, float]], num_tokens: int) -> None:
+    def __init__(self, layer: Layer, plan: Plan, limits: _Limits, num_tokens: int) -> None:
         self.layer, self.plan, self.num_tokens = layer, plan, num_tokens
-        self.roof, self.peaks = limits
+        self.roof, self.peaks, self.budget = limits.roof, limits.peaks, limits.budget
         few = num_tokens <= FEW_TOKENS
         self.x, self.routings = inputs(layer, num_tokens, count=16 if few else 4)
         # Few tokens touch few experts, so two inputs are checked; many tokens touch most of them in one.
@@ -330,8 +367,8 @@ class _Point:
         for routing, expected, plain in zip(self.checked, own, self.expected(DENSE), strict=True):
             try:
                 output: Tensor = bind(self.x, routing)()
-            except FAILURES as error:
-                return "skipped", _sentence(error)
+            except failures() as error:
+                return "skipped", sentence(error)
             if numbers.bound is None:
                 wrong = disagreement(output, expected, self.layer.dtype)
             else:
@@ -372,7 +409,7 @@ class _Point:
     def timed(self, row: Row, variant: Variant, samples: list[float]) -> Row:
         """The row with what follows from the times."""
         seconds, nbytes = median(samples), self.nbytes(variant)
-        peak = "vnni" if variant.numbers.products == "int8" else "fma"
+        peak = peak_of(variant, self.layer.dtype, self.peaks)
         return replace(
             row,
             samples=len(samples),
@@ -381,24 +418,28 @@ class _Point:
             gigaflops=self.flops / seconds / 1e9,
             roof_share=self.roof.seconds(self.flops, nbytes) / seconds,
             bandwidth_share=nbytes / seconds / self.roof.bytes_per_second,
-            peak=peak if peak in self.peaks else None,
-            peak_share=self.flops / seconds / self.peaks[peak] if peak in self.peaks else None,
+            peak=peak,
+            peak_share=None if peak is None else self.flops / seconds / self.peaks[peak],
         )
 
 
 def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -> Iterator[Row]:
     plan = point.plan
     variants = (*plan.ours, *plan.peers)
+    share = point.budget.share(len(variants), plan.seconds)
+    if share is None:
+        yield from (point.row(variant, "skipped", BUDGET_SPENT) for variant in variants)
+        return
     verdicts: dict[str, tuple[Status, str | None]] = {
         v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name]) for v in variants
     }
     failed: dict[str, str] = {}
     calls = {
-        name: [_guarded(bound[name](point.x, routing), name, failed) for routing in point.routings]
+        name: [guarded(bound[name](point.x, routing), name, failed) for routing in point.routings]
         for name, (status, _) in verdicts.items()
         if status == "ok"
     }
-    times = alternate(calls, plan.seconds, wall_clock(plan.device))
+    times = alternate(calls, share, timer(point.layer))
     for name, reason in failed.items():
         verdicts[name] = ("skipped", reason)
         del times[name]
@@ -415,40 +456,13 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
         yield row
 
 
-class _Guarded:
-    """A call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
-
-    def __init__(self, call: Call, name: str, failed: dict[str, str]) -> None:
-        self.call, self.name, self.failed = call, name, failed
-
-    def __call__(self) -> None:
-        self._noting(self.call)
-
-    def _noting(self, do: Callable[[], object]) -> object:
-        try:
-            return do()
-        except FAILURES as error:
-            self.failed[self.name] = _sentence(error)
-            return 0.0
-
-
-class _GuardedClock(_Guarded):
-    """The same of a call that has a clock of its own."""
-
-    def seconds(self) -> float:
-        """Those of the call, 0 where it raised."""
-        assert isinstance(self.call, OwnClock)
-        found: Any = self._noting(self.call.seconds)
-        return float(found)
-
-
-def _guarded(call: Call, name: str, failed: dict[str, str]) -> _Guarded:
-    return (_GuardedClock if isinstance(call, OwnClock) else _Guarded)(call, name, failed)
-
-
-def _sentence(error: Exception) -> str:
-    """An error's text in one line, or its class where it says nothing."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def peak_of(variant: Variant, dtype: torch.dtype, peaks: dict[str, float]) -> str | None:
+    """Which peak a variant's rate is a share of, or None where it was not measured."""
+    if variant.numbers.products == "int8":
+        name = "vnni"
+    else:
+        name = "bf16-mm" if "bf16-mm" in peaks and dtype.itemsize == 2 else "fma"
+    return name if name in peaks else None
 
 
 def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> str | None:

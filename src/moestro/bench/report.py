@@ -103,6 +103,10 @@ def roof_lines(report: Report) -> list[str]:
         for dtype, roof in report.roofs.items()
     ]
     peaks = [f"{name} {rate / 1e9:,.0f}" for name, rate in report.peaks.items()]
+    if "gpu" in report.machine:
+        found = [f"{name} {rate / 1e9:,.0f}" for name, rate in report.machine["bandwidths"].items()]
+        lines += [f"bandwidth of each probe: {', '.join(found)} GB/s"]
+        return [*lines, f"large matrix products: {', '.join(peaks)} GFLOP/s"]
     return [*lines, f"peaks from registers: {', '.join(peaks)} GFLOP/s (GOP/s of integers)"] if peaks else lines
 
 
@@ -120,7 +124,7 @@ def markdown(report: Report) -> str:
         f"- command: `{report.command}`",
         *(f"- {note}" for note in report.notes.get("run", [])),
         "",
-        *_LEGEND,
+        *(_GPU_LEGEND if "gpu" in report.machine else _LEGEND),
     ]
     for (layer, dtype, _), rows in by_layer(report.rows):
         notes = [f"- {note}" for note in report.notes.get(f"{layer} {dtype}", [])]
@@ -136,6 +140,20 @@ _LEGEND = (
     "layer before anything was quantised. Ratios say how many times longer than moestro's first variant of the table",
     "another takes (above 1: moestro is faster): the median of the rounds, and in brackets their lower and upper",
     "quartile.",
+)
+
+
+_GPU_LEGEND = (
+    "Times are medians of what passes between two events around a call, on a device that is idle before it: what",
+    "the host takes to launch counts where the device waits for it. A variant whose name ends in -graph was",
+    "captured once and is replayed. Where four times the L2 cache would hold a layer's weights, twice the cache",
+    "is written before each call, so that every call reads them from memory; larger weights are not in it, as",
+    "calls take turns over the experts. Variants alternate in one process. GB/s counts the weights of the experts",
+    "that the routing touches, once, as the variant stores them, scales included; of bw is its share of the",
+    "roof's. GFLOP/s counts 6 H I for each (token, expert) pair; of peak is its share of the rate of large",
+    "bfloat16 matrix products. Ratios say how many times longer than moestro's first variant of the table another",
+    "takes (above 1: moestro is faster): the median of the rounds, and in brackets their lower and upper",
+    "quartile. Outputs were checked before anything was timed.",
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from statistics import quantiles
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -59,6 +59,55 @@ def wall_clock(device: torch.device | str = "cpu") -> Timer:
         return time.perf_counter() - start
 
     return seconds
+
+
+def event_clock(device: torch.device | str, cold_bytes: int = 0, module: Any = torch.cuda) -> Timer:
+    """A timer of one call in seconds between two events on a CUDA device, which is idle before the first.
+
+    So what the host takes to launch counts where the device waits for it. With `cold_bytes` as many bytes are written
+    before each call, so that the L2 cache holds nothing that the call reads. A call with a clock of its own is asked
+    for its seconds. `module` is torch.cuda.
+    """
+    cold = torch.empty(cold_bytes, dtype=torch.uint8, device=device) if cold_bytes else None
+
+    def seconds(call: Call) -> float:
+        if isinstance(call, OwnClock):
+            return call.seconds()
+        if cold is not None:
+            cold.zero_()
+        start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        module.synchronize(device)
+        start.record()
+        call()
+        end.record()
+        module.synchronize(device)
+        return float(start.elapsed_time(end)) / 1e3
+
+    return seconds
+
+
+def cold_bytes(cache_bytes: int, weight_bytes: int) -> int:
+    """Bytes to write between calls: twice the cache where it could hold a quarter of the weights, else none.
+
+    Calls take turns over the experts, so of larger weights the cache holds little that the next call reads.
+    """
+    return 2 * cache_bytes if weight_bytes <= 4 * cache_bytes else 0
+
+
+class Budget:
+    """Seconds for a whole run, handed out evenly to the points that are left; `clock` is time.perf_counter."""
+
+    def __init__(self, seconds: float | None, num_points: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._left = clock, num_points
+        self._end = None if seconds is None else clock() + seconds
+
+    def share(self, num_variants: int, most: float) -> float | None:
+        """Seconds that each of the next point's variants may spend, `most` at most; None where none are left."""
+        left, self._left = max(self._left, 1), self._left - 1
+        if self._end is None:
+            return most
+        remaining = self._end - self._clock()
+        return None if remaining <= 0 else min(most, remaining / left / max(num_variants, 1))
 
 
 def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer) -> dict[str, list[float]]:

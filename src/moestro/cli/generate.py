@@ -44,7 +44,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
     format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
     activation: Annotated[
-        str, typer.Option(help="float, or int8 to round what meets the experts and multiply integers.")
+        str, typer.Option(help="float, or int8 or fp8-e4m3 to round what meets the experts to 8 bits.")
     ] = "float",
     projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",

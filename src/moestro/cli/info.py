@@ -35,15 +35,20 @@ def info(
 
 def collect(measure: bool) -> dict[str, Any]:
     """Everything the command shows, as plain values."""
+    import torch
+
     from moestro import machine
 
     described = machine.describe()
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     return {
         "versions": {"moestro": moestro.__version__, "python": platform.python_version(), **_versions()},
         "machine": described,
-        "implementations": _implementations(),
+        "gpus": [machine.describe_gpu(device) for device in gpus],
+        "implementations": _implementations("cuda" if gpus else "cpu"),
         "roof": _roofs() if measure else None,
         "peaks": machine.peaks() if measure else None,
+        "gpu_rates": [_gpu_rates(device) for device in gpus] if measure else None,
     }
 
 
@@ -58,21 +63,24 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _implementations() -> dict[str, list[dict[str, str | None]]]:
-    """Every implementation in order of priority; reason is None if it runs a small call on the CPU, in
+def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
+    """Every implementation in order of priority; reason is None if it runs a small call on the device, in
     float32, of a projection in bfloat16."""
     import torch
 
     from moestro import ExpertWeights, Routing
     from moestro.ops import _select
 
-    ids = torch.zeros(4, 2, dtype=torch.int64)
-    weights = ExpertWeights.from_dense(torch.zeros(8, 32, 16), torch.zeros(8, 16, 16))
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    ids = zeros(4, 2, dtype=torch.int64)
+    weights = ExpertWeights.from_dense(zeros(8, 32, 16), zeros(8, 16, 16))
     calls: dict[str, tuple[Any, ...]] = {
-        "expert_mlp": (torch.zeros(4, 16), Routing(ids, torch.zeros(4, 2)), weights),
+        "expert_mlp": (zeros(4, 16), Routing(ids, zeros(4, 2)), weights),
         "grouping": (ids, 8),
-        "projection": (torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16), None),
-        "topk": (torch.zeros(4, 8), 2),
+        "projection": (zeros(4, 16, dtype=torch.bfloat16), zeros(8, 16, dtype=torch.bfloat16), None),
+        "topk": (zeros(4, 8), 2),
     }
     return {
         operation: [{"name": c.name, "reason": c.reason} for c in _select.candidates(operation, *calls[operation])]
@@ -90,6 +98,13 @@ def _roofs() -> dict[str, dict[str, float]]:
         name: {"bytes_per_second": roof.bytes_per_second, "flops_per_second": roof.flops_per_second}
         for name, roof in roofs.items()
     }
+
+
+def _gpu_rates(device: str) -> dict[str, float]:
+    """Bytes and FLOP per second of a CUDA device, by what was measured."""
+    from moestro import machine
+
+    return {**machine.bandwidths(device), **machine.matrix_rates(device)}
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -110,9 +125,12 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    missing = {"triton": "not installed: no GPU kernels of its own are in this version, so nothing needs it"}
+    missing = {"triton": "not installed: the kernels for NVIDIA GPUs need it"}
     versions = [(name, value or missing.get(name, "not installed")) for name, value in found["versions"].items()]
     rows = {"versions": versions, "machine": _machine_rows(found["machine"])}
+    for i, gpu in enumerate(found["gpus"]):
+        rates = found["gpu_rates"][i] if found["gpu_rates"] else {}
+        rows[f"cuda:{i}"] = [*_gpu_rows(gpu), *((name, _rate(name, rate)) for name, rate in rates.items())]
     for operation, entries in found["implementations"].items():
         rows[f"implementations of {operation}, first to last"] = [
             (entry["name"], entry["reason"] or "ready") for entry in entries
@@ -129,6 +147,18 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
             for name, rate in found["peaks"].items()
         ] or [("not measured", "the native engine is not there, or has no loops for this processor")]
     return rows
+
+
+def _gpu_rows(gpu: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("name", gpu["name"]),
+        ("capability, multiprocessors", f"{gpu['capability']}, {gpu['multiprocessors']}"),
+        ("memory, L2 cache", f"{gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['l2_bytes'] / 2**20:.0f} MiB"),
+    ]
+
+
+def _rate(name: str, rate: float) -> str:
+    return f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s"
 
 
 def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def quality(
         str, typer.Option(help="What variants compute in: float32, bfloat16, float16, or auto for the checkpoint's.")
     ] = "float32",
     activation: Annotated[
-        str, typer.Option(help="Of the variants: float, or int8 to round what meets the experts.")
+        str, typer.Option(help="Of the variants: float, or int8 or fp8-e4m3 to round what meets the experts.")
     ] = "float",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     as_json: Annotated[

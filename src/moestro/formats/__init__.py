@@ -1,7 +1,7 @@
 """Stored number systems as values. A format is data, never a flag, and never guessed."""
 
 from moestro.formats.base import PackedTensor, Scaling, SplitTensor, StoredExperts, WeightFormat
-from moestro.formats.decode import INTEGERS, dequantize, integers
+from moestro.formats.decode import INTEGERS, dequantize, floats, integers
 from moestro.formats.dense import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dense
 from moestro.formats.encode import check_shape, quantize
 from moestro.formats.registry import FORMATS, find_format
@@ -22,6 +22,7 @@ __all__ = [
     "dense",
     "dequantize",
     "find_format",
+    "floats",
     "integers",
     "quantize",
 ]

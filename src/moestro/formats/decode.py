@@ -86,6 +86,23 @@ def integers(matrix: PackedTensor) -> tuple[Tensor, Tensor]:
     return values, steps
 
 
+def floats(matrix: PackedTensor) -> tuple[Tensor, Tensor, int]:
+    """A matrix of e4m3 as its codes' values and what each of them counts: their product is what `dequantize` returns.
+
+    Args:
+        matrix: [N, K].
+
+    Returns:
+        Float32 [N, K]; float32 [N, C], one for each block of columns; and the columns of a block, at least 1.
+    """
+    scaling = matrix.format.scaling
+    assert scaling is not None
+    assert matrix.scales is not None
+    (num_rows, num_columns), steps = matrix.shape, read_scales(matrix.scales)
+    steps = steps.repeat_interleave(scaling.rows or num_rows, dim=0)[:num_rows]
+    return decode_e4m3(matrix.data), steps, scaling.columns or max(num_columns, 1)
+
+
 def _write(matrix: PackedTensor, out: Tensor) -> None:
     height = panel_height(matrix.format, *out.shape)
     direct = out.dtype == torch.float32

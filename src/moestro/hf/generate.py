@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from moestro.errors import invalid_input
 from moestro.hf.text_model import TextModel
 from moestro.ops import _select
-from moestro.ops.expert_mlp import resolve_strategy
+from moestro.ops.expert_mlp import explain_strategy
 
 DEFAULT_NEW_TOKENS = 256
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -305,7 +305,7 @@ def _observed(on_run: Callable[[Ran], object]) -> Iterator[None]:
         def call(x: Tensor, routing: Any, weights: Any, strategy: str) -> Any:
             told = [tell for thread, tell in list(_watchers) if thread == threading.get_ident()]
             if told:
-                ran = Ran(entry.name, resolve_strategy(routing, weights, strategy)[0].strategy)
+                ran = Ran(entry.name, explain_strategy(entry.name, x, routing, weights, strategy).strategy)
                 for tell in told:
                     tell(ran)
             return entry.call(x, routing, weights, strategy)

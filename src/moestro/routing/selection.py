@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moestro.errors import invalid_input
 from moestro.ops import topk
-from moestro.routing import cpu
+from moestro.routing import cpu, triton
 from moestro.routing.scoring import Scoring, finish, prepare, score, score_selected
 from moestro.types import EMPTY, Routing
 
@@ -96,7 +96,9 @@ def route(
     scoring = Scoring.of(scoring)
     _check_sizes(logits, top_k, scoring, correction, groups)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    routed = cpu.route(logits, top_k, scoring, correction, None if groups is None else groups.sizes)
+    sizes = None if groups is None else groups.sizes
+    routed = cpu.route(logits, top_k, scoring, correction, sizes) if logits.is_cpu else None
+    routed = routed or triton.route(logits, top_k, scoring, correction, sizes)
     if routed is not None:
         return routed
     masked = check_values(logits, scoring)

@@ -252,7 +252,7 @@ def _absent() -> str | None:
 def _variant(kind: str, numbers: Numbers, repack: bool = False) -> Variant:
     name = f"ggml-{kind}{'-repacked' if repack else ''}"
     arguments = (kind, repack)
-    return Variant(name, partial(_refuses, *arguments), partial(_prepare, *arguments), cost, None, numbers, _absent)
+    return Variant(name, partial(_refuses, *arguments), partial(_prepare, *arguments), cost, "cpu", numbers, _absent)
 
 
 def _numbers(kind: str, bits: int, stored: float) -> Numbers:

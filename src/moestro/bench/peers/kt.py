@@ -120,7 +120,7 @@ def _refuses(kind: str, spec: LayerSpec, dtype: torch.dtype) -> str | None:
 
 def _variant(kind: str, numbers: Numbers) -> Variant:
     prepare = partial(worker.prepare, f"{__name__}:open_{kind}")
-    return Variant(f"kt-{kind}", partial(_refuses, kind), prepare, cost, None, numbers, _absent)
+    return Variant(f"kt-{kind}", partial(_refuses, kind), prepare, cost, "cpu", numbers, _absent)
 
 
 KT = (

@@ -182,7 +182,7 @@ def _absent() -> str | None:
 
 
 def _variant(name: str, stored: _Stored, numbers: Numbers) -> Variant:
-    return Variant(name, partial(_refuses, stored), partial(_prepare, stored), cost, None, numbers, _absent)
+    return Variant(name, partial(_refuses, stored), partial(_prepare, stored), cost, "cpu", numbers, _absent)
 
 
 def _quantised(bits: int, group: int) -> Variant:

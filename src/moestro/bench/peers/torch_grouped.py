@@ -18,10 +18,12 @@ def _prepare(layer: Layer) -> Bind:
     stored, activation = layer.stored, layer.spec.activation
     gate_up, down = (t if layer.spec.transposed else t.transpose(1, 2) for t in (stored.gate_up, stored.down))
 
+    every = torch.arange(layer.num_experts, device=layer.device)
+
     def call(x: Tensor, routing: Routing) -> Tensor:
         top_k = routing.top_k
         experts, order = routing.expert_ids.reshape(-1).sort()
-        offsets = torch.bincount(experts, minlength=layer.num_experts).cumsum(0).int()
+        offsets = torch.searchsorted(experts, every, right=True, out_int32=True)  # waits for no device
         w = routing.routing_weights.reshape(-1)[order, None].to(x.dtype)
         rows = x[order // top_k]
         hidden = F.grouped_mm(rows * w if routing.weight_on == "input" else rows, gate_up, offs=offsets)

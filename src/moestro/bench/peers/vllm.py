@@ -169,12 +169,12 @@ _BF16 = Numbers("bfloat16", 16, 16)
 
 
 def _dense(name: str, isa: str, numbers: Numbers, refuses: Refuses) -> Variant:
-    return Variant(name, refuses, partial(_fused, isa), cost, None, numbers, partial(_absent, isa == "amx"))
+    return Variant(name, refuses, partial(_fused, isa), cost, "cpu", numbers, partial(_absent, isa == "amx"))
 
 
 def _packed(method: int, pack: Callable[[Tensor], _Packed], numbers: Numbers, refuses: Refuses) -> Variant:
     name = ("vllm-bf16-sgl", "vllm-int8", "vllm-fp8", "vllm-int4", "vllm-mxfp4")[method]
-    return Variant(name, refuses, partial(_experts, method, pack), cost, None, numbers, partial(_absent, True))
+    return Variant(name, refuses, partial(_experts, method, pack), cost, "cpu", numbers, partial(_absent, True))
 
 
 def _quantised(format: str, bits: int, stored: float, products: Literal["float", "int8"] = "float") -> Numbers:

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.ops import _select, native
-from moestro.ops.expert_mlp import cpu, plain, reference, tuning
+from moestro.ops import _select, gpu, gpu_checks, native
+from moestro.ops.expert_mlp import cpu, plain, reference, triton, tuning
 from moestro.ops.grouping import choose_block_size
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -46,7 +46,10 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
             weights that require a gradient, a gradient of anything with rows as int8, meta tensors.
     """
     _check(x, routing, weights)
-    if not native.fits(routing, weights.num_experts):
+    fits = native.fits(routing, weights.num_experts) or gpu_checks.check(
+        routing.expert_ids, routing.routing_weights, weights.num_experts
+    )
+    if not fits:
         routing.check(weights.num_experts, "expert_mlp")
     return run(x, routing, weights, strategy)
 
@@ -68,6 +71,15 @@ def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) ->
     if name != "auto":
         return tuning.Choice(name, reason), block_size
     return tuning.choose_strategy(routing.expert_ids.numel(), weights.num_experts), None
+
+
+def explain_strategy(name: str, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> tuning.Choice:
+    """How the implementation of this name would walk the work, and why."""
+    if name != gpu.IMPLEMENTATION:
+        return resolve_strategy(routing, weights, strategy)[0]
+    asked, block_size, by = _named_strategy(strategy)
+    plan = triton.plan(x, routing, weights, (asked, block_size))
+    return tuning.Choice(asked if asked == "all_experts" else plan.strategy, f"{by}; {plan}" if by else str(plan))
 
 
 def _named_strategy(strategy: str) -> tuple[str, int | None, str]:
@@ -109,6 +121,11 @@ def _run_cpu(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
     return cpu.run(isa, x, routing, weights, (name, block_size))
 
 
+def _run_triton(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+    name, block_size, _ = _named_strategy(strategy)
+    return triton.run(x, routing, weights, (name, block_size))
+
+
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     resolve_strategy(routing, weights, strategy)
     return reference.expert_mlp(x, routing, weights).to(x.dtype)
@@ -147,7 +164,10 @@ def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
             if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
                 return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
     if weights.row_format != "float" and _wants_gradient((x, routing.routing_weights, *weights.tensors)):
-        return "rows rounded to int8 have no gradient, and a tensor requires one: call it under torch.no_grad()"
+        return (
+            f"rows rounded to {weights.row_format} have no gradient, and a tensor requires one: "
+            "call it under torch.no_grad()"
+        )
     return "meta tensors hold no values to compute with" if x.device.type == "meta" else None
 
 
@@ -165,6 +185,7 @@ _select.register(
             )
             for isa in native.ISAS or (native.ABSENT,)
         ),
+        _select.Implementation(gpu.IMPLEMENTATION, triton.supports, _run_triton),
         _select.Implementation("torch", _plain_supports, _run_plain),
         _select.Implementation("reference", _plain_supports, _run_reference),
     ],

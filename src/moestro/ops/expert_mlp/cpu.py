@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import contextvars
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import overload
 
@@ -22,6 +24,7 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid"
 _NONE = (0, 0, 0)
 _MOST_SLOTS = 256
 _MOST_ROUNDED_COLUMNS = 1 << 17
+_PIECES = contextvars.ContextVar("pieces", default=0)
 TOKEN_BLOCK = 96
 """Token rows that meet a range of weights before the next rows do; "blockwise-N" sets fewer."""
 
@@ -43,13 +46,16 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """What `supports` refuses, as far as a look at x and the processor tells."""
-    rows = isa.multiplies_floats if weights.row_format == "float" else isa.multiplies_integers
-    return not (isa.runs_here and rows) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
+    kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_integers}
+    rows = kinds.get(weights.row_format, False)
+    return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
 
 
 def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
     if weights.row_format == "float":
         return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
+    if weights.row_format != "int8":
+        return f"it multiplies rows of floats or int8, and these are to be rounded to {weights.row_format}"
     if not isa.multiplies_integers:
         return "it multiplies rows of floats only, and these are to be rounded to int8"
     columns = max(weights.hidden_size, weights.intermediate_size)
@@ -131,7 +137,7 @@ def run(
     engine.expert_mlp(
         isa.index,
         torch.get_num_threads(),
-        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled()),
+        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled(), _PIECES.get()),
         (x.shape[0], routing.top_k, weights.num_experts),
         (x.data_ptr(), _FLOATS[x.dtype], x.stride(0)),
         (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),
@@ -143,6 +149,19 @@ def run(
         weights.row_format == "int8",
     )
     return out
+
+
+@contextlib.contextmanager
+def cut_into(pieces: int) -> Iterator[None]:
+    """Inside, each projection of an expert is cut into this many ranges of rows for the threads, 0: by its cost.
+
+    With 1 work is split along experts alone. It is how the benchmark of splits asks for each of them.
+    """
+    token = _PIECES.set(pieces)
+    try:
+        yield
+    finally:
+        _PIECES.reset(token)
 
 
 def _activation(a: Activation) -> tuple[int, bool, bool, bool, float, float, float]:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro import formats
+from moestro import formats, settings
 from moestro.errors import UnsupportedError, unsupported
-from moestro.formats import SplitTensor, StoredExperts, WeightFormat
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.formats.dense import DENSE_FORMATS
+from moestro.ops import gpu
+from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
+from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights, Layout
 
@@ -39,10 +42,15 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     if weights.row_format != "float":
         layout = f"{layout}|{weights.row_format}"
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
-            raise _rounded()
+            raise _rounded(weights.row_format)
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
-    out: Tensor = torch.ops.moestro.expert_mlp(
+    node = (
+        torch.ops.moestro.expert_mlp_on_device
+        if _stays_on_device(x, routing, weights)
+        else torch.ops.moestro.expert_mlp
+    )
+    out: Tensor = node(
         x,
         routing.expert_ids,
         routing.routing_weights,
@@ -58,6 +66,18 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     return out
 
 
+def _stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+    """Whether Triton's kernels, which read no ids on the host, will compute this."""
+    if settings.current().implementation not in (None, gpu.IMPLEMENTATION) or not gpu.runs_on(x.device.type):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
+        return False
+    stored = (weights.gate_up, weights.down)
+    stacks = all(isinstance(s, PackedTensor) and s.format.storage != torch.float64 for s in stored)
+    floats = weights.row_format == "float" and triton.no_dtype(x, routing, weights) is None
+    return stacks and floats and weights.num_experts <= grouping_tuning.MOST_EXPERTS
+
+
 _TRAINED = frozenset(f"{a.name}|{b.name}" for a in DENSE_FORMATS for b in DENSE_FORMATS)
 """The layouts whose weights have gradients in a graph: one ordinary tensor a projection."""
 
@@ -71,10 +91,10 @@ def _untrained(layout: str) -> UnsupportedError:
     )
 
 
-def _rounded() -> UnsupportedError:
+def _rounded(row_format: str) -> UnsupportedError:
     return unsupported(
         "expert_mlp",
-        got="torch.compile with rows as int8, and a tensor that requires a gradient",
+        got=f"torch.compile with rows as {row_format}, and a tensor that requires a gradient",
         needs="no gradient, which rounding does not have",
         fix="Call it under torch.no_grad(), or leave rows as float.",
     )
@@ -132,8 +152,7 @@ def _weights(
     return ExpertWeights(*stored, *biases, Activation.decode(activation), row_format=row_format)
 
 
-@torch.library.custom_op("moestro::expert_mlp", mutates_args=(), tags=_READS_IDS)
-def _expert_mlp(
+def _expert_mlp_node(
     x: Tensor,
     expert_ids: Tensor,
     routing_weights: Tensor,
@@ -152,9 +171,16 @@ def _expert_mlp(
     return run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
 
 
-@_expert_mlp.register_fake
-def _(x: Tensor, *args: Any) -> Tensor:
+def _like_x(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+_expert_mlp = torch.library.custom_op("moestro::expert_mlp", _expert_mlp_node, mutates_args=(), tags=_READS_IDS)
+_expert_mlp.register_fake(_like_x)
+
+_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _expert_mlp_node, mutates_args=())
+_on_device.register_fake(_like_x)
+"""The same where nothing is read on the host, so that a CUDA graph can hold it; without gradients."""
 
 
 @torch.library.custom_op("moestro::expert_mlp_backward", mutates_args=(), tags=_READS_IDS)
@@ -200,7 +226,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     wants = ctx.needs_input_grad
     needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
     if ctx.words[2].count("|") > 1:
-        raise _rounded()
+        raise _rounded(ctx.words[2].rpartition("|")[2])
     if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
         raise _untrained(ctx.words[2])
     grads = iter(

@@ -41,9 +41,10 @@ class Batch(NamedTuple):
 def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
     """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
     first, last = weights.gate_up, weights.down
-    if weights.row_format == "int8":
-        h = rounded_spans(rows, first, spans)
-        return _after(rows, weights, spans, h, lambda a: rounded_spans(a, last, spans, out))
+    if weights.row_format != "float":
+        to = weights.row_format
+        h = rounded_spans(rows, first, spans, to)
+        return _after(rows, weights, spans, h, lambda a: rounded_spans(a, last, spans, to, out))
     wide = compute_dtype(rows, weights)
     ways = choose_ways(rows, first, spans, wide)
     h = _times(rows, first, spans, ways, wide, None)

@@ -1,4 +1,7 @@
-"""Rows rounded to 8-bit integers times experts stored as integers: every sum of a scale's group is exact."""
+"""Rows rounded to 8 bits times experts stored in as many or fewer.
+
+Integers times integers: every sum of a scale's group is exact. 8-bit floats: summed up in float32, group by group.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moestro.formats import PackedTensor, StoredExperts, integers
+from moestro.formats import PackedTensor, StoredExperts, floats, integers
 from moestro.ops.expert_mlp.matmul import Span
 from moestro.ops.expert_mlp.tuning import panel_rows
-from moestro.reference import round_rows
+from moestro.reference import round_rows, round_rows_e4m3
+from moestro.types import RowFormat
 
 _EXACT_COLUMNS = 1024
 """So many products of two signed bytes add up to less than 2 ** 24, below which float32 holds every integer."""
@@ -19,24 +23,45 @@ _SUMS = 1 << 20
 """Float32 sums of single groups that are held at a time."""
 
 
-def rounded_spans(x: Tensor, stored: StoredExperts, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
-    """Each span's rows of x [n, K], rounded, times its expert's matrix -> [n, N] in the dtype of x; written to `out`
-    if given. The spans cover x in order."""
+def rounded_spans(
+    x: Tensor, stored: StoredExperts, spans: Sequence[Span], rows: RowFormat, out: Tensor | None = None
+) -> Tensor:
+    """Each span's rows of x [n, K], rounded to `rows`, times its expert's matrix -> [n, N] in the dtype of x; written
+    to `out` if given. The spans cover x in order."""
     y = x.new_empty(x.shape[0], stored.shape[1]) if out is None else out
-    q, s = round_rows(x)
+    scaling = stored.format.scaling
+    assert scaling is not None
+    q, s = round_rows(x) if rows == "int8" else round_rows_e4m3(x, scaling.columns or max(x.shape[1], 1))
+    of_panel = _sums if rows == "int8" else _float_sums
+    unit = max(scaling.rows, 1)
     for e, start, stop in spans:
         top = 0
         for block in stored.blocks(e):
-            height = max(panel_rows(block.shape[1], q), 1)
+            height = max(panel_rows(block.shape[1], q) // unit, 1) * unit
             for first in range(0, block.shape[0], height):
                 panel = block.rows(first, min(first + height, block.shape[0]))
-                sums = _sums(q[start:stop], panel, y.dtype)
-                y[start:stop, top : top + panel.shape[0]] = sums.mul_(s[start:stop])
+                y[start:stop, top : top + panel.shape[0]] = of_panel(q[start:stop], s[start:stop], panel, y.dtype)
                 top += panel.shape[0]
     return y
 
 
-def _sums(q: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
+def _float_sums(q: Tensor, s: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
+    """8-bit floats q [n, K] with scales s [n, C] times a panel [N, K] of a matrix -> [n, N]."""
+    values, steps, columns = floats(panel)
+    total = torch.zeros(q.shape[0], panel.shape[0], dtype=dtype, device=q.device)
+    for g in range(steps.shape[1]):
+        of_group = slice(g * columns, (g + 1) * columns)
+        sums = torch.mm(q[:, of_group].to(dtype), values[:, of_group].to(dtype).t())
+        total += sums.mul_(steps[:, g]).mul_(s[:, g, None])
+    return total
+
+
+def _sums(q: Tensor, s: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
+    """Integers q [n, K] with scales s [n, 1] times a panel [N, K] of a matrix -> [n, N]."""
+    return _integer_sums(q, panel, dtype).mul_(s)
+
+
+def _integer_sums(q: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
     """Integers q [n, K] times a panel [N, K] of a matrix -> [n, N], the scales of the panel taken in."""
     values, steps = integers(panel)
     (n, k), (rows, groups) = q.shape, steps.shape

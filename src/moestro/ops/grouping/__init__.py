@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import _select
-from moestro.ops.grouping import cpu, plain
+from moestro.ops.grouping import cpu, plain, triton
 from moestro.ops.grouping.checks import check_form, check_range
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping, LoadReport, PaddingReport
@@ -66,8 +66,8 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     """Lay the pairs into ceil(T * K / B) + E - 1 blocks, one expert a block, padded with -1.
 
     The shapes depend on T, K, E and B only. Traced, it is one-hot, cumsum and compare alone, without control flow on
-    data, so it passes torch.compile(fullgraph=True) and torch.export with dynamic T; where the native engine runs the
-    grouping, it lays out the blocks too.
+    data, so it passes torch.compile(fullgraph=True) and torch.export with dynamic T; where the native engine or a GPU's
+    kernel runs the grouping, it lays out the blocks too.
 
     Args:
         expert_ids: integer [T, K], -1 for empty slots.
@@ -107,8 +107,7 @@ def run_blocks(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSc
 
 def _blocks_call(expert_ids: Tensor, num_experts: int) -> Callable[[Tensor, int, int], BlockSchedule]:
     """Blocks are laid out by whatever implementation orders the rows."""
-    native = _select.select("grouping", expert_ids, num_experts).call is cpu.group_by_expert
-    return cpu.block_schedule if native else plain.block_schedule
+    return _BLOCKS[_select.select("grouping", expert_ids, num_experts).call]
 
 
 def padding_report(counts: Sequence[int], block_size: int) -> PaddingReport:
@@ -156,6 +155,13 @@ _select.register(
     "grouping",
     [
         _select.Implementation("cpu-native", cpu.supports, cpu.group_by_expert),
+        _select.Implementation("triton", triton.supports, triton.group_by_expert),
         _select.Implementation("torch", lambda ids, n: None, plain.group_by_expert),
     ],
 )
+
+_BLOCKS = {
+    cpu.group_by_expert: cpu.block_schedule,
+    triton.group_by_expert: triton.block_schedule,
+    plain.group_by_expert: plain.block_schedule,
+}

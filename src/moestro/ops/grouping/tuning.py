@@ -8,6 +8,40 @@ from moestro.errors import invalid_input
 from moestro.ops.grouping.plain import block_bound
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+MOST_EXPERTS = 4096
+"""That the programs of a GPU order rows by."""
+MOST_LOOKS = 1 << 26
+"""Slots times experts up to which the public operations use those programs; sorting does not grow with experts."""
+MOST_TILE = 4096
+"""Slots that one of them looks at together, at most."""
+_LEAST_TILE = 128
+MANY_PAIRS = 1 << 14
+"""Beyond it a GPU orders rows in two launches: chunks count, and then place their own. Reasoned, not measured."""
+MANY_EXPERTS = 1024
+"""From it on the programs of chunks would spill registers."""
+CHUNK_TILE, MOST_CHUNKS, CHUNK_CELLS = 1024, 256, 4096
+_MOST_BINS_TIMES_TILE = 1 << 22  # beyond it programs spill registers (ptxas for sm_80 to sm_90)
+
+
+def launch(num_pairs: int, num_experts: int) -> tuple[int, int, int]:
+    """Bins, tile and warps of the GPU's programs, each of which looks at every slot.
+
+    Bins are a power of two above E. A tile takes all slots at once where it can.
+    """
+    bins = max(1 << num_experts.bit_length(), 32)
+    tile = min(max(1 << max(num_pairs - 1, 0).bit_length(), _LEAST_TILE), MOST_TILE, _MOST_BINS_TIMES_TILE // bins)
+    return bins, tile, min(max(max(bins, tile) // 256, 1), 16)
+
+
+def chunks(num_pairs: int, num_experts: int) -> tuple[int, int, int, int]:
+    """Slots of a chunk, chunks, bins, warps of a program: a tile a chunk while that makes at most `MOST_CHUNKS`.
+
+    Every chunk reads the counts of all, so that their number is bounded.
+    """
+    bins = max(1 << num_experts.bit_length(), 32)
+    tiles = -(-num_pairs // (CHUNK_TILE * MOST_CHUNKS))
+    chunk = CHUNK_TILE * max(tiles, 1)
+    return chunk, -(-num_pairs // chunk), bins, min(max(bins // 256, 4), 16)
 
 
 def largest_first(counts: Sequence[int], num_workers: int | None = None) -> list[int]:

@@ -46,6 +46,13 @@ def topk_by_sort(scores: Tensor, k: int) -> Tensor:
     indices = indices[:, :k]
     if not tied.any():
         return indices
+    refuse_nan(scores)
+    rows = tied.any(-1).nonzero()[:, 0]
+    return indices.index_copy(0, rows, _by_words(scores[rows], k))
+
+
+def refuse_nan(scores: Tensor) -> None:
+    """Raises InvalidInputError if one of the scores, which lie on the CPU, is NaN."""
     if torch.isnan(scores).any():
         raise invalid_input(
             "topk",
@@ -53,8 +60,6 @@ def topk_by_sort(scores: Tensor, k: int) -> Tensor:
             needs="scores that are not NaN",
             fix="Look for NaN in the router's input, weights or correction bias.",
         )
-    rows = tied.any(-1).nonzero()[:, 0]
-    return indices.index_copy(0, rows, _by_words(scores[rows], k))
 
 
 def _by_words(scores: Tensor, k: int) -> Tensor:

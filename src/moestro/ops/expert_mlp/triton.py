@@ -1,0 +1,159 @@
+"""expert_mlp on a GPU: which arguments Triton's kernels take, and by which plan they are computed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moestro.errors import unsupported
+from moestro.formats import WeightFormat
+from moestro.ops import gpu
+from moestro.ops.expert_mlp import triton_tuned, triton_tuning
+from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
+from moestro.ops.grouping import tuning as grouping_tuning
+from moestro.types import EMPTY, Routing
+from moestro.weights import ExpertWeights
+
+LEAST_FP8 = (8, 9)
+"""Compute capability of the first GPUs whose tensor cores multiply 8-bit floats."""
+
+_ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _launches() -> ModuleType:
+    return importlib.import_module("moestro.ops.expert_mlp.triton_launch")
+
+
+@functools.cache
+def _weights() -> ModuleType:
+    return importlib.import_module("moestro.ops.expert_mlp.triton_weights")
+
+
+def supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """None, or the sentence why these kernels cannot compute this."""
+    return (
+        gpu.unusable(x)
+        or _no_layer(weights)
+        or _no_rows(x, weights)
+        or no_dtype(x, routing, weights)
+        or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
+    )
+
+
+def _no_layer(weights: ExpertWeights) -> str | None:
+    """Why these kernels have no layer like this; None if they do."""
+    if weights.activation.kind == "custom" or weights.output_norm is not None:
+        return "it cannot call a Python function, and the activation or the output norm is one"
+    if weights.num_experts > grouping_tuning.MOST_EXPERTS:
+        return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
+    for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+        reason: str | None = _weights().unreadable(stored)
+        if reason is not None:
+            return reason.format(name=name)
+    return None
+
+
+def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
+    """Why these kernels do not multiply rows rounded as the weights ask; None if they do."""
+    if weights.row_format == "int8":
+        for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
+            if form.element != "int8":
+                return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
+    capability = gpu.device_of(x).capability
+    if weights.row_format == "fp8-e4m3" and capability < LEAST_FP8 and not gpu.interpreted():
+        return "the tensor cores of {}.{} do not multiply 8-bit floats, those of 8.9 and later do".format(*capability)
+    return None
+
+
+def no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Why these kernels do not compute with tensors of such dtypes; None if they do."""
+    biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
+    for t in (x, routing.routing_weights, *biases):
+        if t.dtype not in _FLOATS:
+            return f"it computes in float32, and a tensor is of {t.dtype}"
+    return None
+
+
+def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Plan:
+    """How these arguments are computed.
+
+    Raises:
+        UnsupportedError: "all_experts" with weights on the input.
+    """
+    invariant = torch.are_deterministic_algorithms_enabled()
+    asked = problem(x, routing, weights)
+    tuned = None if invariant or strategy != ("auto", None) else triton_tuned.find(asked, x.device)
+    return tuned or triton_tuning.choose(asked, gpu.device_of(x), strategy, invariant)
+
+
+def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
+    """What the choice of a plan depends on."""
+    scaling = [stored.format.scaling for stored in (weights.gate_up, weights.down)]
+    return Problem(
+        routing.num_tokens,
+        routing.top_k,
+        weights.num_experts,
+        weights.hidden_size,
+        weights.intermediate_size,
+        2 if weights.activation.gated else 1,
+        compute_dtype(x, weights).itemsize,
+        (weights.gate_up.format.bits, weights.down.format.bits),
+        max(0 if s is None else s.columns for s in scaling),
+    )
+
+
+def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
+    """What rows like x are multiplied in, and, unless they are rounded, what stands between the two products."""
+    if weights.row_format != "float":
+        return _ROUNDED[weights.row_format]
+    return torch.promote_types(_computed_in(x, weights.gate_up.format), _computed_in(x, weights.down.format))
+
+
+def _computed_in(x: Tensor, stored: WeightFormat) -> torch.dtype:
+    return torch.promote_types(x.dtype, stored.storage) if stored.is_dense else x.dtype
+
+
+def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Tensor:
+    """`expert_mlp` for arguments that `supports` has passed.
+
+    Raises:
+        UnsupportedError: "all_experts" with weights on the input.
+    """
+    slots = routing.expert_ids
+    if strategy[0] == "all_experts":
+        routing, slots = every_expert(routing, weights.num_experts)
+    with gpu.on(x):
+        return launch(x, routing, weights, plan(x, routing, weights, strategy), slots)
+
+
+def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, slots: Tensor | None = None) -> Tensor:
+    """`expert_mlp` by a given plan; where `slots` [T, K] is given, those that are -1 in it are left out of the sums."""
+    y: Tensor = _launches().launch(x, routing, weights, how, compute_dtype(x, weights), slots)
+    return y
+
+
+def every_expert(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
+    """The routing [T, E] of each token to every expert, and its ids with -1 where it was not chosen.
+
+    Raises:
+        UnsupportedError: weights on the input, of which an expert may have several for one token.
+    """
+    if routing.weight_on == "input":
+        raise unsupported(
+            "expert_mlp",
+            got='strategy="all_experts" and weights on the input with the triton implementation',
+            needs="weights on the output, which an expert's slots share",
+            fix="Drop the strategy.",
+        )
+    ids = routing.expert_ids
+    experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
+    named = ids[:, :, None] == experts  # sums of a comparison have one order; scattered ones would not
+    weights = torch.where(named, routing.routing_weights[:, :, None], 0.0).sum(1)
+    every, chosen = experts.expand(weights.shape), named.any(1)
+    return Routing.unchecked(every, weights, "output"), torch.where(chosen, every, EMPTY)

@@ -1,0 +1,360 @@
+"""Device code of expert_mlp: rows times gate_up with the activation, times down, and the weighted sum over slots.
+
+A tile is BM rows of one block (one expert) times BN columns of the result. Names as in `moestro.types`; K is also what
+a product sums over. Sizes that can pass 2^31 when multiplied are int64 before they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moestro.ops.expert_mlp.triton_weights import (
+    add_product,
+    add_rounded_product,
+    as_stored,
+    finish,
+    round_to,
+    step_meta,
+    weight_tile,
+)
+
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.int8: tl.int8,
+}
+
+
+class Rows(NamedTuple):
+    """Which rows make up a block: those of `moestro.ops.grouping.triton.Rows`, or one pair each where `pairs` is None.
+
+    Attributes:
+        ids: [T * K] expert of each pair.
+        weights: float32 [T * K] weight of each pair.
+        top_k: K.
+        pairs: int32 [T * K], pair indices in the order of experts.
+        offsets: int32 [E + 1], where each expert's rows begin among them.
+        experts, starts: int32 [G], expert and first row of each block.
+        filled: int32 [1], blocks that hold rows.
+    """
+
+    ids: Any
+    weights: Any
+    top_k: Any
+    pairs: Any = None
+    offsets: Any = None
+    experts: Any = None
+    starts: Any = None
+    filled: Any = None
+
+
+@triton.jit
+def num_blocks(rows, num_pairs):
+    """Blocks that hold rows; without an order, that may."""
+    if rows.filled is None:
+        return num_pairs
+    else:
+        return tl.load(rows.filled)
+
+
+@triton.jit
+def tile_at(index, blocks, columns, GROUP: tl.constexpr):
+    """(block, column) of a tile: GROUP blocks, mostly of one expert, meet one column of weights before the next."""
+    group = index // (GROUP * columns)
+    first = group * GROUP
+    height = tl.minimum(blocks - first, GROUP)
+    inside = index - group * GROUP * columns
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr):
+    """A block's expert (-1: no rows), the first of its rows, and for each of BM rows its pair and whether it is one."""
+    local = tl.arange(0, BM)
+    if rows.pairs is None:
+        expert = tl.load(rows.ids + block).to(tl.int32)
+        start = block.to(tl.int64)
+        live = (local < 1) & (expert >= 0)
+        pairs = start + local * 0
+    else:
+        expert = tl.load(rows.experts + block)
+        start = tl.load(rows.starts + block).to(tl.int64)
+        stop = tl.minimum(start + BLOCK, tl.load(rows.offsets + expert + 1))
+        live = start + local < stop
+        pairs = tl.load(rows.pairs + start + local, mask=live, other=0).to(tl.int64)
+    return expert, start, pairs, live
+
+
+@triton.jit
+def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr):
+    """[BM, BK] of the rows that begin at rows_at, zero beyond K and where there is no row, which is not loaded."""
+    columns = k0 + tl.arange(0, BK)
+    mask = live[:, None] & (columns < K)[None, :]
+    x = tl.load(rows_at[:, None] + columns[None, :], mask=mask, other=0)
+    if tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
+        return as_stored(x, DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def scale_places(scales, rows, K, w):
+    """Where the scales of rounded rows begin, or None where rows are floats."""
+    if scales is None:
+        return None
+    else:
+        return scales + rows * (tl.cdiv(K, w.columns) if w.columns > 0 else 1)
+
+
+@triton.jit
+def zeros(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
+    """Sums of a tile, transposed where weights are the left operand."""
+    if SWAP:
+        return tl.zeros((BN, BM), tl.float32)
+    else:
+        return tl.zeros((BM, BN), tl.float32)
+
+
+@triton.jit
+def upright(acc, SWAP: tl.constexpr):
+    """[BM, BN] of sums as they were added up."""
+    if SWAP:
+        return tl.trans(acc)
+    else:
+        return acc
+
+
+@triton.jit
+def product(
+    rows_at,
+    scales_at,
+    live,
+    w,
+    map,
+    expert,
+    first,
+    columns,
+    K,
+    k_from,
+    k_to,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
+
+    Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
+    were rounded have their scales at `scales_at` [BM], one for each block of columns that shares one in the weights.
+    """
+    acc = zeros(BM, BN, SWAP)
+    for k0 in tl.range(k_from, k_to, BK):
+        x = load_rows(rows_at, live, k0, K, BK, DTYPE)
+        meta = step_meta(w, expert, columns, k0, K, BK)
+        if map is None:
+            tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE, meta)
+        else:
+            tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
+        if scales_at is None:
+            acc = add_product(acc, x, tile, w, meta, SWAP)
+        elif w.columns == 0:
+            acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP)
+        else:
+            scales = tl.load(scales_at + k0 // w.columns, mask=live, other=0.0)
+            acc = add_rounded_product(acc, x, tile, w, meta, scales, SWAP)
+    acc = upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
+    if scales_at is not None and w.columns == 0:
+        acc = acc * tl.load(scales_at, mask=live, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def gate_and_up(first, BN: tl.constexpr, I, INTERLEAVED: tl.constexpr):
+    """Rows of gate_up [BN] from which outputs first to first + BN / 2 come: a gate, its up, the next gate.
+
+    Those of outputs beyond the last lie beyond the matrix.
+    """
+    place = tl.arange(0, BN)
+    output = first + place // 2
+    row = output * 2 + place % 2 if INTERLEAVED else output + place % 2 * I
+    return tl.where(output < I, row, 2 * I)
+
+
+@triton.jit
+def sigmoid(z):
+    """1 / (1 + exp(-z)), whose exponential never overflows."""
+    e = tl.exp(-tl.abs(z))
+    return tl.where(z < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def tanh(z):
+    """Hyperbolic tangent; near 0 by its series, where the quotient would cancel."""
+    e = tl.exp(-2.0 * tl.abs(z))
+    far = (1.0 - e) / (1.0 + e)
+    s = z * z
+    near = z * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
+    return tl.where(tl.abs(z) < 0.25, near, tl.where(z < 0, -far, far))
+
+
+@triton.jit
+def activation(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """The function that an `Activation` names."""
+    if KIND == "silu":
+        return z * sigmoid(ALPHA * z)
+    elif KIND == "gelu":
+        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif KIND == "gelu-tanh":
+        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+        return z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif KIND == "relu":
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == "relu2":
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return z * z
+    elif KIND == "sigmoid":
+        return sigmoid(z)
+    elif KIND == "tanh":
+        return tanh(z)
+    else:
+        tl.static_assert(KIND == "identity")
+        return z
+
+
+@triton.jit
+def at_most(z, LIMIT: tl.constexpr):
+    """z clamped from above; NaN stays."""
+    return tl.minimum(z, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def with_bias(acc, bias, bias_stride, expert, columns, inside):
+    """Sums plus the expert's bias, where there is one."""
+    if bias is None:
+        return acc
+    else:
+        at = bias + expert.to(tl.int64) * bias_stride + columns
+        return acc + tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def between(
+    acc,
+    bias,
+    bias_stride,
+    expert,
+    first,
+    I,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """Sums [BM, BN] of gate_up -> [BM, BN / 2] (gated) or [BM, BN]: bias, clamp and activation."""
+    if GATED:
+        g, u = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        columns = first + tl.arange(0, BN // 2)
+        gate = columns * 2 if INTERLEAVED else columns
+        up = gate + 1 if INTERLEAVED else gate + I
+        g = with_bias(g, bias, bias_stride, expert, gate, columns < I)
+        u = with_bias(u, bias, bias_stride, expert, up, columns < I)
+        if LIMIT is not None:
+            g = at_most(g, LIMIT)
+            u = -at_most(-at_most(u, LIMIT), LIMIT)
+        return activation(g, KIND, ALPHA) * (u + UP_OFFSET)
+    else:
+        columns = first + tl.arange(0, BN)
+        z = with_bias(acc, bias, bias_stride, expert, columns, columns < I)
+        if LIMIT is not None:
+            z = at_most(z, LIMIT)
+        return activation(z, KIND, ALPHA)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def gate_up_kernel(
+    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """out [T * K, I]: what stands between the two products, of every row in the order of blocks."""
+    WIDTH: tl.constexpr = BN // 2 if GATED else BN
+    blocks = num_blocks(rows, num_pairs)
+    tiles = tl.cdiv(I, WIDTH)
+    for index in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0)):
+        block, column = tile_at(index, blocks, tiles, GROUP)
+        expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
+        if expert >= 0:
+            first = column * WIDTH
+            columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
+            rows_at = x + pairs // rows.top_k * x_stride
+            scales_at = scale_places(scales, pairs // rows.top_k, H, w)
+            acc = product(rows_at, scales_at, live, w, map, expert, first, columns, H, 0, H, BM, BN, BK, DTYPE, SWAP)
+            if WEIGHTED:
+                acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
+            h = between(
+                acc, bias, bias_stride, expert, first, I, BM, BN, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET
+            )
+            outputs = first + tl.arange(0, WIDTH)
+            at = out + (start + tl.arange(0, BM))[:, None] * I + outputs[None, :]
+            tl.store(at, round_to(h, out.dtype.element_ty), mask=live[:, None] & (outputs < I)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def down_kernel(
+    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out [SPLITS, T * K, H]: each pair's weighted output, as the pieces of its sum over I."""
+    blocks = num_blocks(rows, num_pairs)
+    tiles = tl.cdiv(H, BN)
+    piece_size = tl.cdiv(tl.cdiv(I, BK), SPLITS) * BK
+    for index in tl.range(tl.program_id(0), blocks * tiles * SPLITS, tl.num_programs(0)):
+        piece = index % SPLITS
+        block, column = tile_at(index // SPLITS, blocks, tiles, GROUP)
+        expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
+        if expert >= 0:
+            first = column * BN
+            columns = first + tl.arange(0, BN)
+            inside = columns < H
+            rows_at = h + (start + tl.arange(0, BM)) * I
+            scales_at = scale_places(scales, start + tl.arange(0, BM), I, w)
+            k_from = piece * piece_size
+            k_to = tl.minimum(k_from + piece_size, I)
+            acc = product(
+                rows_at, scales_at, live, w, map, expert, first, columns, I, k_from, k_to, BM, BN, BK, DTYPE, SWAP
+            )
+            if piece == 0:
+                acc = with_bias(acc, bias, bias_stride, expert, columns, inside)
+            if WEIGHTED:
+                acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
+            at = out + (piece.to(tl.int64) * num_pairs + pairs)[:, None] * H + columns[None, :]
+            tl.store(at, round_to(acc, out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def sum_slots_kernel(pieces, ids, out, T, H, parts, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
+    """out [T, H]: each token's pieces added up, slot after slot; those of an empty slot are not loaded."""
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    acc = tl.zeros((BN,), tl.float32)
+    for slot in tl.range(0, TOP_K):
+        pair = token * TOP_K + slot
+        mask = (columns < H) & (tl.load(ids + pair) >= 0)
+        for piece in tl.static_range(SPLITS):
+            at = pieces + (piece * T.to(tl.int64) * TOP_K + pair) * H + columns
+            acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * H + columns, round_to(acc, out.dtype.element_ty), mask=columns < H)

@@ -1,0 +1,226 @@
+"""The launches of expert_mlp, and what they keep of a layer from call to call.
+
+At most four: the order of rows (none where every pair is a block of its own), gate_up with the activation, down with
+the routing weights, and the sum over slots. Nothing is read back, grids depend on T, K and E alone, and so a CUDA graph
+can capture a call and replay it with other ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moestro.formats import PackedTensor
+from moestro.ops.expert_mlp import triton_rows
+from moestro.ops.expert_mlp.triton_kernels import DTYPES, Rows, down_kernel, gate_up_kernel, sum_slots_kernel
+from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
+from moestro.ops.expert_mlp.triton_weights import describe
+from moestro.ops.gpu import Launch
+from moestro.ops.grouping.triton import group_rows
+from moestro.types import Activation, Routing
+from moestro.weights import ExpertWeights
+
+_SUM_COLUMNS = 1024
+_ALIGNED = 16
+_MOST_KEPT, _MOST_COMPILED = 64, 1024
+
+_Launches = tuple[Launch, Launch, Launch]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What one layer's launches by one plan have in common.
+
+    Attributes:
+        how: the plan.
+        lie: where the weights lay when they were described.
+        gate_up, down: arguments of the two kernels that describe weights.
+        launches: gate_up, down and the sum over slots, compiled.
+        roundings: of the rows that meet gate_up and down; None where rows are floats.
+    """
+
+    how: Plan
+    lie: tuple[Any, ...]
+    gate_up: tuple[Any, ...]
+    down: tuple[Any, ...]
+    launches: _Launches
+    roundings: tuple[triton_rows.Rounding, triton_rows.Rounding] | None
+
+
+_KEPT: WeakKeyDictionary[ExpertWeights, dict[Any, _Kept]] = WeakKeyDictionary()
+_COMPILED: dict[Any, _Launches] = {}
+
+
+def launch(
+    x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype, slots: Tensor | None = None
+) -> Tensor:
+    """`expert_mlp` by a given plan, for arguments that the kernels can read.
+
+    Args:
+        x, routing, weights: as for `moestro.expert_mlp`.
+        how: the plan.
+        dtype: what rows are multiplied in.
+        slots: [T, K]; where given, slots that are -1 in it are left out of the sums.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+    (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
+    if num_pairs == 0 or out.numel() == 0 or weights.num_experts == 0:
+        return out.zero_()
+    kept = _kept((x, ids, routing_weights), routing.weight_on == "input", weights, how, dtype)
+    gate_up, down, add = kept.launches
+    if how.ordered:
+        order = group_rows(ids, weights.num_experts, how.block)
+        placed = (order.pairs, order.offsets, order.block_expert, order.block_start, order.num_blocks)
+        rows, blocks = Rows(ids, routing_weights, routing.top_k, *placed), order.block_start.shape[0]
+    else:
+        rows, blocks = Rows(ids, routing_weights, routing.top_k), num_pairs
+    rounded = kept.roundings
+    h = x.new_empty((num_pairs, inner), dtype=torch.float32 if rounded else dtype)
+    if inner:
+        tiles = -(-weights.gate_up.shape[1] // how.gate_up.columns)
+        left, scales = rounded[0](x) if rounded else (x, None)
+        sizes = (num_pairs, hidden, inner)
+        gate_up(how.programs or blocks * tiles, left, left.stride(0), rows, *kept.gate_up, h, *sizes, scales)
+    wide = how.wide or how.splits > 1 or x.dtype != torch.bfloat16
+    pieces = x.new_empty((how.splits, num_pairs, hidden), dtype=torch.float32 if wide else x.dtype)
+    tiles = -(-hidden // how.down.columns) * how.splits
+    left, scales = rounded[1](h) if rounded and inner else (h, None)
+    down(how.programs or blocks * tiles, left, rows, *kept.down, pieces, num_pairs, hidden, inner, scales)
+    parts = -(-hidden // _SUM_COLUMNS)
+    add(num_tokens * parts, pieces, ids if slots is None else slots.contiguous(), out, num_tokens, hidden, parts)
+    return out
+
+
+def _kept(
+    given: tuple[Tensor, Tensor, Tensor], on_input: bool, weights: ExpertWeights, how: Plan, dtype: torch.dtype
+) -> _Kept:
+    """What is kept for such arguments, made anew where the weights have moved since."""
+    of_layer = _KEPT.get(weights)
+    if of_layer is None:
+        of_layer = _KEPT[weights] = {}
+    aligned = tuple(t.data_ptr() % _ALIGNED == 0 for t in given)
+    key = (how, on_input, aligned, given[0].dtype, given[0].stride(0), given[1].dtype, given[1].shape[1])
+    lie = tuple((t.data_ptr(), t.stride()) for t in weights.tensors)
+    kept = of_layer.get(key)
+    if kept is None or kept.lie != lie:
+        if len(of_layer) >= _MOST_KEPT:
+            of_layer.clear()
+        alike = (*key, _kind(weights), given[0].shape[1], given[0].device, dtype)
+        kept = of_layer[key] = _Kept(
+            how,
+            lie,
+            _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
+            _described(weights.down, weights.down_bias, how.down, (dtype, None)),
+            _launches(alike, weights, given),
+            _roundings(weights),
+        )
+    return kept
+
+
+def _kind(weights: ExpertWeights) -> tuple[Any, ...]:
+    """What Triton would look for in the weights' tensors, and what kernels are compiled for because of them."""
+    tensors = tuple((t.data_ptr() % _ALIGNED == 0, t.stride(), t.dtype, t.shape[1:]) for t in weights.tensors)
+    biases = (weights.gate_up_bias is None, weights.down_bias is None)
+    formats = (weights.gate_up.format.name, weights.down.format.name, weights.row_format)
+    return (*tensors, *biases, *formats, weights.activation.code)
+
+
+def _launches(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
+    """The launches of all layers of one kind; they hold no tensors."""
+    found = _COMPILED.get(alike)
+    if found is None:
+        if len(_COMPILED) >= _MOST_COMPILED:
+            _COMPILED.clear()
+        found = _COMPILED[alike] = _made(alike, weights, given)
+    return found
+
+
+def _made(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
+    how, on_input, dtype = alike[0], alike[1], alike[-1]
+    x, ids, _ = given
+    a = weights.activation
+    tiles = {"BLOCK": how.block, "BM": how.rows}
+    between = {
+        "KIND": a.kind,
+        "GATED": a.gated,
+        "INTERLEAVED": a.interleaved,
+        "ALPHA": a.alpha,
+        "LIMIT": a.limit,
+        "UP_OFFSET": a.up_offset,
+    }
+    gate_up = {**tiles, **_tile(how.gate_up, dtype), "WEIGHTED": on_input, **between}
+    down = {**tiles, **_tile(how.down, dtype), "WEIGHTED": not on_input, "SPLITS": how.splits}
+    columns = min(_SUM_COLUMNS, 1 << max(x.shape[1] - 1, 0).bit_length())
+    add = {"TOP_K": ids.shape[1], "SPLITS": how.splits, "BN": columns}
+    return (
+        Launch(gate_up_kernel, gate_up, _resources(how.gate_up)),
+        Launch(down_kernel, down, _resources(how.down)),
+        Launch(sum_slots_kernel, add, {"num_warps": 4}),
+    )
+
+
+def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, triton_rows.Rounding] | None:
+    if weights.row_format == "float":
+        return None
+    of_gate_up, of_down = (
+        triton_rows.Rounding(weights.row_format, stored.num_columns, stored.format.scaling.columns)
+        for stored in (weights.gate_up, weights.down)
+        if stored.format.scaling is not None
+    )
+    return of_gate_up, of_down
+
+
+def _tile(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
+    sizes = {"BN": tile.columns, "BK": tile.depth, "GROUP": tile.group}
+    return {**sizes, "SWAP": tile.swap, "DTYPE": DTYPES[dtype]}
+
+
+def _resources(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def _described(
+    stored: Any, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
+) -> tuple[Any, ...]:
+    assert isinstance(stored, PackedTensor)
+    if bias is not None and bias.stride(-1) != 1:
+        bias = bias.contiguous()
+    return describe(stored), tensor_map(stored, tile, *rest), bias, 0 if bias is None else bias.stride(0)
+
+
+def tensor_map(
+    stored: PackedTensor, tile: Tile, dtype: torch.dtype, activation: Activation | None
+) -> TensorDescriptor | None:
+    """What the hardware copies tiles of weights by, in boxes [1, outputs, halves, depth]; None where pointers must do.
+
+    Either order of gate and up is a matter of strides; the rows of a box alternate between them.
+
+    Args:
+        stored: the experts [E, N, K].
+        tile: how they are cut; None is returned unless it asks for a tensor map.
+        dtype: what rows are multiplied in: boxes are not converted.
+        activation: that of gate_up; None for down.
+    """
+    data = stored.data
+    halves = 2 if activation is not None and activation.gated else 1
+    expert, row, column = data.stride()
+    aligned = data.data_ptr() % _ALIGNED == 0 and all(s * data.element_size() % _ALIGNED == 0 for s in (expert, row))
+    whole = data.shape[2] % tile.depth == 0 and data.numel() > 0  # a step past the last column is not to be copied
+    if not (tile.tensor_map and data.dtype == dtype and column == 1 and row > 0 and expert > 0 and aligned and whole):
+        return None
+    outputs = data.shape[1] // halves
+    apart = (row, row * outputs) if activation is None or not activation.interleaved else (row * 2, row)
+    return TensorDescriptor(
+        data,
+        [data.shape[0], outputs, halves, data.shape[2]],
+        [expert, *apart, 1],
+        [1, tile.columns // halves, halves, tile.depth],
+    )

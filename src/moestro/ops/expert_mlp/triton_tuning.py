@@ -1,0 +1,232 @@
+"""Tiles for a GPU: a function of shape, stored format and device. Imports no Triton.
+
+The thresholds and tiles follow what others have published for the H100 and H200 (modes of tuned configurations over
+tokens an expert); none has been measured with these kernels yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+from moestro.ops.gpu import Device
+
+LEAST_ROWS, MOST_ROWS = 16, 128
+"""Rows of the lowest and of the highest tile."""
+
+INVARIANT_ROWS = 64
+"""Rows of every tile where a token's bits must not depend on its batch."""
+
+PAIRS_BETA = 4
+"""Pairs are not ordered while beta * T * K <= E: then hardly two of them name one expert."""
+
+STEPPED_ROWS = 64
+"""Rows of the highest tile where a scale meets the sum of each step: two sums for each result take registers."""
+
+_REGISTERS, _MOST_REGISTERS = 1 << 16, 256
+"""Of a multiprocessor, and of a thread as compiled tiles of many rows have them."""
+
+TARGET_PROGRAMS = 1
+"""Programs a multiprocessor to have in flight where weights are what takes the time."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice depends on.
+
+    Attributes:
+        num_tokens, top_k, num_experts, hidden_size, intermediate_size: T, K, E, H, I.
+        halves: 2 for gated experts, 1 for plain ones.
+        itemsize: bytes of the dtype that rows are multiplied in.
+        bits: stored bits a weight of gate_up and down.
+        group: columns that share a scale, 0 for all of a row (and for dense weights).
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    halves: int
+    itemsize: int
+    bits: tuple[float, float]
+    group: int = 0
+
+    @property
+    def num_pairs(self) -> int:
+        """T * K."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether scales of as many columns as a step has, or more, meet the sum of each step."""
+        return self.group >= 64
+
+    @property
+    def rows_per_expert(self) -> float:
+        """Rows of an expert that has any, in the mean and at most."""
+        return self.num_pairs / max(min(self.num_experts, self.num_pairs), 1)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one product is cut.
+
+    Attributes:
+        columns: rows of weights of a tile (gate and up both counted), a power of two from 16.
+        depth: columns of weights that are loaded at once, a power of two from 32.
+        warps: warps of a program.
+        stages: loads in flight.
+        swap: weights are the left operand.
+        group: blocks that meet one column of weights before the next does.
+        tensor_map: weights come through a tensor map (the hardware copies boxes) where they lie so that they can.
+    """
+
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    swap: bool = False
+    group: int = 8
+    tensor_map: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call walks its work; plans are equal where they compute alike.
+
+    Attributes:
+        strategy: "selective", "grouped" or "blockwise".
+        reason: why.
+        ordered: whether rows are ordered by expert first; else each pair is a block of its own.
+        block: rows of a block.
+        rows: rows of a tile, a power of two, at least `block`.
+        gate_up, down: the two products.
+        splits: pieces of the sum over I.
+        wide: whether the pieces are float32 whatever x is.
+        programs: programs of a launch that take tile after tile; 0 for one program a tile.
+    """
+
+    strategy: str = field(compare=False)
+    reason: str = field(compare=False)
+    ordered: bool
+    block: int
+    rows: int
+    gate_up: Tile
+    down: Tile
+    splits: int = 1
+    wide: bool = True
+    programs: int = 0
+
+    def __str__(self) -> str:
+        up, down = (f"{t.columns} x {t.depth}{' swapped' if t.swap else ''}" for t in (self.gate_up, self.down))
+        ways = [f"{self.splits} pieces of the sum over I"] if self.splits > 1 else []
+        ways += [f"{self.programs} programs that take tile after tile"] if self.programs else []
+        return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
+    """The plan for a call.
+
+    Args:
+        problem: shape and formats.
+        device: what it runs on.
+        strategy: name and block size as `tuning.parse_strategy` returns them.
+        invariant: whether a token's bits must not depend on its batch; then tiles depend on neither T nor K.
+    """
+    name, block = strategy
+    pairs, alone = problem.num_pairs, problem.num_tokens == 1
+    if invariant:
+        rows, reason = INVARIANT_ROWS, "torch.use_deterministic_algorithms(True): the same tiles for every batch"
+    elif name in ("auto", "selective") and (alone or PAIRS_BETA * pairs <= problem.num_experts):
+        few = "T = 1" if alone else f"{PAIRS_BETA} * T*K = {PAIRS_BETA * pairs} <= E = {problem.num_experts}"
+        tiles = _tiles(problem, device, LEAST_ROWS)
+        made = Plan("selective", f"{few}: each pair is a block, nothing is ordered", False, 1, LEAST_ROWS, *tiles)
+        return _fill(made, problem, device)
+    else:
+        rows = LEAST_ROWS if name == "selective" else tile_rows(problem.rows_per_expert)
+        rows = min(rows, STEPPED_ROWS) if problem.is_stepped else rows
+        reason = f"{problem.rows_per_expert:.3g} rows an expert, in tiles of {rows}"
+    if name == "blockwise" and block is not None:
+        block = min(block, MOST_ROWS)
+        rows, reason = max(LEAST_ROWS, 1 << (block - 1).bit_length()), f"blocks of {block} rows, asked for"
+    made = Plan("grouped", reason, True, block or rows, rows, *_tiles(problem, device, rows))
+    if name != "auto":
+        made = replace(made, strategy=name)
+    if invariant:
+        return made
+    return _fill(made, problem, device) if rows == LEAST_ROWS else _persist(made, problem, device)
+
+
+def tile_rows(rows_per_expert: float) -> int:
+    """Rows of a tile for this many rows an expert: weights are read once for all of them, padding costs little."""
+    for rows, most in ((16, 12), (32, 24), (64, 64)):
+        if rows_per_expert <= most:
+            return rows
+    return MOST_ROWS
+
+
+def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The same with as many programs as the device holds at once, each of which takes tile after tile."""
+    fit_in = []
+    for tile, bits in ((plan.gate_up, problem.bits[0]), (plan.down, problem.bits[1])):
+        by_memory = device.shared_memory // shared_bytes(tile, plan.rows, problem.itemsize, bits)
+        fit_in.append(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)))
+    return replace(plan, programs=device.num_sms * max(min(fit_in), 1), wide=False)
+
+
+def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The same with tiles so narrow, or the sum over I in so many pieces, that every multiprocessor has work."""
+    blocks = min(problem.num_pairs, problem.num_experts)
+    wanted = TARGET_PROGRAMS * device.num_sms
+    gate_up, down = plan.gate_up, plan.down
+    while gate_up.columns > 32 and blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
+        gate_up = replace(gate_up, columns=gate_up.columns // 2)
+    while down.columns > 32 and blocks * -(-problem.hidden_size // down.columns) < wanted:
+        down = replace(down, columns=down.columns // 2)
+    programs = blocks * -(-problem.hidden_size // down.columns)
+    steps = -(-problem.intermediate_size // down.depth)
+    splits = max(min(wanted // max(programs, 1), steps // 4, 8), 1)
+    return replace(plan, gate_up=gate_up, down=down, splits=splits)
+
+
+def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
+    packed, hopper = min(problem.bits) < 16, device.capability[0] == 9
+    if rows >= MOST_ROWS:
+        first = Tile(64 if problem.is_stepped else 256 if hopper and not packed else 128, 64, 8, 4)
+    elif rows >= 64:
+        first = Tile(128, 64, 8 if problem.is_stepped and not hopper else 4, 4)
+    else:
+        first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
+    if hopper and (rows < 64 or packed):  # few rows, or weights that are decoded into the left operand's registers
+        first = replace(first, swap=True)
+    if device.capability >= (9, 0) and rows >= 64 and not packed:
+        first = replace(first, tensor_map=True)
+    if problem.itemsize == 1 and rows >= 64:  # rows and weights of 8 bits both reach the tensor cores as they are
+        warps = 8 if rows >= MOST_ROWS else 4
+        first = Tile(128 if hopper else 64, 128, warps, 4, tensor_map=device.capability >= (9, 0))
+    if problem.itemsize == 4:
+        first = replace(first, columns=64, depth=32, warps=8 if rows >= MOST_ROWS else 4, stages=3, tensor_map=False)
+    gate_up, down = (fit(first, rows, problem.itemsize, bits, device) for bits in problem.bits)
+    return gate_up, down
+
+
+def fit(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> Tile:
+    """The same tile with as many loads in flight as the device's shared memory holds, at least two."""
+    while shared_bytes(tile, rows, itemsize, bits) > device.shared_memory:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.depth > 32:
+            tile = replace(tile, depth=tile.depth // 2)
+        else:
+            tile = replace(tile, columns=tile.columns // 2)
+    return tile
+
+
+def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float) -> int:
+    """Shared memory of a program, at most: the rows and weights in flight, and weights decoded once where packed."""
+    weights = tile.columns * tile.depth
+    flight = rows * tile.depth * itemsize + int(weights * bits / 8)
+    decoded = weights * itemsize if bits < 8 * itemsize else 0
+    return max(tile.stages * flight + decoded, rows * tile.columns * 4)

@@ -1,0 +1,389 @@
+"""Stored experts in Triton's kernels: described on the host as one argument, decoded in registers a tile at a time.
+
+A tile is [BN, BK]: BN rows of one expert's matrix [N, K], BK of its columns. What it is multiplied by are rows x
+[BM, BK]. Where a scale is applied is decided by what it costs and what it rounds:
+
+- a scale a matrix or a row, and nvfp4's global one: once, on the sum over K (`finish`);
+- of a group or block of at least BK columns: on the partial sum of BK columns (`add_product`);
+- of a smaller group: on the tile (`weight_tile`). Powers of two and nvfp4's e4m3 scales leave bfloat16 exact; float16
+  takes scales over the largest power of two of a row's, which is applied to the partial sum.
+
+Tiles of nibbles have their columns in an order of their own, in which what a thread of a tensor core holds lies in a
+row of up to 16 bytes; `add_product` brings those of x into the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moestro import formats
+from moestro.formats import PackedTensor
+from moestro.ops import gpu
+from moestro.ops.expert_mlp.triton_bytes import bytes_as
+from moestro.ops.expert_mlp.triton_nibbles import INTERPRETED, nibbles
+
+_SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
+
+# How far e2m1's tiles in bfloat16 fall short, so that their largest scale, a factor of 2 ** 126 included, is finite.
+_SHORT = tl.constexpr(2.0**-24)
+
+
+class Weights(NamedTuple):
+    """A stack of packed matrices as one argument of a kernel; what the format lacks is None.
+
+    Attributes:
+        data, scales, zeros, factors: the tensors of `PackedTensor`; nibbles as int16, 8-bit floats as uint8.
+        data_strides, scale_strides, zero_strides: of experts, rows and columns, in items.
+        factor_stride: of experts.
+        num_rows: N.
+        by_rows: whether the items of a row follow one another in memory.
+        element: "dense", or that of the format.
+        scale: how scales are stored: "none", "float", "e8m0" or "e4m3".
+        rows, columns: weights of a block that share a scale; 0 for all.
+        converts: whether the processor converts e4m3.
+        warpgroups: whether its tensor cores are those of Hopper.
+        pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
+    """
+
+    data: Any
+    scales: Any
+    zeros: Any
+    factors: Any
+    data_strides: Any
+    scale_strides: Any
+    zero_strides: Any
+    factor_stride: Any
+    num_rows: Any
+    by_rows: Any
+    element: Any
+    scale: Any
+    rows: Any
+    columns: Any
+    converts: Any
+    warpgroups: Any
+    pairs: Any
+
+
+def unreadable(stored: formats.StoredExperts) -> str | None:
+    """Why kernels cannot read these experts, with {name} for the projection's; None if they can."""
+    form = stored.format
+    if formats.FORMATS.get(form.name) != form or form.storage == torch.float64:
+        return f"it does not read {form.name}, in which {{name}} is stored"
+    if not isinstance(stored, PackedTensor):
+        return "it reads experts that are one stack, and the matrices of {name} lie apart"
+    if stored.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
+        return f"{{name}} is described as {form.name} and has come to hold numbers of another dtype"
+    if form.per_item == 2 and not _is_words(stored.data):
+        return "it reads two bytes at once, and those of {name} are not in rows at even addresses"
+    return None
+
+
+def _is_words(data: Tensor) -> bool:
+    strides = (*data.stride()[:-1], data.storage_offset(), data.data_ptr())
+    return data.stride(-1) == 1 and not any(stride % 2 for stride in strides)
+
+
+def describe(stored: PackedTensor) -> Weights:
+    """What a kernel takes for a stack [E, N, K] that is not `unreadable`. Nothing is copied."""
+    form, scales, factors = stored.format, stored.scales, stored.global_scales
+    scaling, capability = form.scaling, gpu.device_of(stored.data).capability
+    data = stored.data.view(torch.int16) if form.per_item == 2 else _bytes(stored.data)
+    return Weights(
+        data=data,
+        scales=None if scales is None else _bytes(scales),
+        zeros=stored.zeros,
+        factors=factors,
+        data_strides=data.stride(),
+        scale_strides=None if scales is None else scales.stride(),
+        zero_strides=None if stored.zeros is None else stored.zeros.stride(),
+        factor_stride=None if factors is None else factors.stride(0),
+        num_rows=stored.shape[1],
+        by_rows=tl.constexpr(data.stride(2) == 1),
+        element=tl.constexpr("dense" if form.is_dense else form.element),
+        scale=tl.constexpr("none" if scales is None else _SCALES.get(scales.dtype, "float")),
+        rows=tl.constexpr(0 if scaling is None else scaling.rows),
+        columns=tl.constexpr(0 if scaling is None else scaling.columns),
+        converts=tl.constexpr(capability >= (8, 9)),
+        warpgroups=tl.constexpr(capability[0] == 9),
+        pairs=tl.constexpr(scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0),
+    )
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else t
+
+
+@triton.jit
+def step_meta(w, expert, rows, k0, K, BK: tl.constexpr):
+    """Scales and zero points, as stored, of the rows [BN] and the blocks of columns k0 to k0 + BK: [BN, blocks] each.
+
+    Of blocks of rows that hold a tile, those of its first two rows stand for the even and the odd: [2, blocks].
+    Not loaded a step ahead: a loop that carries them costs a copy of each tile through shared memory, and seven of
+    eight of these loads find their sector in the cache.
+    """
+    if w.scale == "none" or w.columns == 0:
+        return tl.zeros((1, 1), tl.int32), tl.zeros((1, 1), tl.int32)
+    else:
+        COUNT: tl.constexpr = BK // w.columns if w.columns < BK else 1
+        blocks = k0 // w.columns + tl.arange(0, COUNT)
+        down = _inside(w, rows) // w.rows
+        if w.pairs and rows.shape[0] <= w.rows:
+            down = tl.min(tl.reshape(down, (rows.shape[0] // 2, 2)), 0)
+        mask = ((blocks * w.columns < K) & (k0 < K))[None, :]
+        scales = tl.load(_places(w.scales, w.scale_strides, expert, down, blocks), mask=mask, other=0)
+        if w.zeros is None:
+            return scales, tl.zeros((1, 1), tl.int32)
+        else:
+            return scales, tl.load(_places(w.zeros, w.zero_strides, expert, down, blocks), mask=mask, other=0)
+
+
+@triton.jit
+def weight_tile(w, expert, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
+    """Rows `rows` [BN] of the expert's matrix, columns k0 to k0 + BK -> [BN, BK] of DTYPE, for `add_product`.
+
+    0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `meta` what `step_meta` gave for it.
+    """
+    if w.element == "dense":
+        return round_to(_codes(w, expert, rows, k0, K, BK), DTYPE)
+    elif tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
+        return as_stored(_codes(w, expert, rows, k0, K, BK), DTYPE)
+    elif w.element == "e4m3" or w.element == "int8":
+        return _bytes_to(_codes(w, expert, rows, k0, K, BK), w.element, w.converts, DTYPE)
+    else:
+        words = _codes(w, expert, rows, k0 // 4, K // 4, BK // 4)
+        return _nibble_tile(words, w, BK, DTYPE, meta)
+
+
+@triton.jit
+def as_stored(codes, DTYPE: tl.constexpr):
+    """Bytes of e4m3 or int8 as what tensor cores multiply."""
+    if INTERPRETED:
+        return _bytes_to(codes, "int8" if tl.int8 == DTYPE else "e4m3", False, tl.float32)
+    else:
+        return codes.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
+    """`add_product` of rows that were rounded; each step is summed on its own.
+
+    Where columns share scales, those of the rows of this step, [BM], are applied; else none.
+    Tensor cores of Hopper add products of 8-bit floats in fewer bits than float32 has.
+    """
+    NUMBER: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
+    part = tl.zeros(acc.shape, NUMBER)
+    if SWAP:
+        part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
+    else:
+        part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
+    if w.columns == 0:
+        return acc + part
+    else:
+        scale = _of_rows(_scale_value(meta[0], w.scale, w.converts), tile.shape[0])
+        part = part * (row_scales[None, :] if SWAP else row_scales[:, None])
+        return acc + part * (scale[:, None] if SWAP else scale[None, :])
+
+
+@triton.jit
+def _of_rows(scales, BN: tl.constexpr):
+    """One scale a row [BN] from those of one block of columns [BN, 1] or [2, 1]."""
+    ROWS: tl.constexpr = scales.shape[0]
+    return tl.reshape(tl.broadcast_to(tl.reshape(scales, (1, ROWS)), (BN // ROWS, ROWS)), (BN,))
+
+
+@triton.jit
+def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr):
+    """acc + x @ tile^T with the scale of this step: acc float32 [BM, BN], or its transpose where SWAP, x [BM, BK]."""
+    BK: tl.constexpr = x.shape[1]
+    UNITS: tl.constexpr = w.columns > 0 and w.columns < BK and x.dtype == tl.float16
+    if w.element == "e2m1" or w.element == "int4" or w.element == "uint4":
+        x = _reordered(tl.reshape(x, (x.shape[0], 4, BK // 32, 2, 4)), w)
+    if INTERPRETED:
+        x = x.to(tl.float32)
+        tile = tile.to(tl.float32)
+    if (w.scale != "none" and w.columns >= BK) or UNITS:
+        scales = _scale_value(meta[0], w.scale, w.converts)
+        scale = _unit(scales) if UNITS else _of_rows(scales, tile.shape[0])
+        part = tl.zeros(acc.shape, tl.float32)
+        if SWAP:
+            return acc + tl.dot(tile, tl.trans(x), part, input_precision="ieee") * scale[:, None]
+        else:
+            return acc + tl.dot(x, tl.trans(tile), part, input_precision="ieee") * scale[None, :]
+    elif SWAP:
+        return tl.dot(tile, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(tile), acc, input_precision="ieee")
+
+
+@triton.jit
+def finish(acc, w, expert, rows, SWAP: tl.constexpr, DTYPE: tl.constexpr):
+    """The sum over K with what stands once before it: the scale of a row or a matrix, and nvfp4's global one."""
+    if w.element == "e2m1" and tl.bfloat16 == DTYPE:
+        acc = acc * (1.0 / _SHORT)
+    if w.factors is not None:
+        acc = acc * tl.load(w.factors + expert.to(tl.int64) * w.factor_stride)
+    if w.scale != "none" and w.columns == 0:
+        row = _inside(w, rows) if w.rows == 1 else tl.zeros_like(rows)
+        at = w.scales + expert.to(tl.int64) * w.scale_strides[0] + row.to(tl.int64) * w.scale_strides[1]
+        scale = _scale_value(tl.load(at), w.scale, w.converts)
+        acc = acc * (scale[:, None] if SWAP else scale[None, :])
+    return acc
+
+
+@triton.jit
+def round_to(value, DTYPE: tl.constexpr):
+    """The value in DTYPE, rounded to nearest even: the interpreter cuts bfloat16 off instead, and takes small numbers
+    for others."""
+    if INTERPRETED and value.dtype == tl.float32 and tl.bfloat16 == DTYPE:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(DTYPE)
+
+
+@triton.jit
+def _inside(w, rows):
+    """Row 0 in place of those beyond the matrix: what they give is not stored."""
+    return tl.where((rows >= 0) & (rows < w.num_rows), rows, 0)
+
+
+@triton.jit
+def _places(base, strides, expert, down, across):
+    start = base + expert.to(tl.int64) * strides[0]
+    return start + down.to(tl.int64)[:, None] * strides[1] + across[None, :] * strides[2]
+
+
+@triton.jit
+def _codes(w, expert, rows, start, stop, COUNT: tl.constexpr):
+    """Items start to start + COUNT of the rows, as stored; 0 beyond the matrix's columns."""
+    items = start + tl.arange(0, COUNT)
+    if w.by_rows:
+        at = _places(w.data, w.data_strides, expert, _inside(w, rows), items)
+        return tl.load(at, mask=items[None, :] < stop, other=0)
+    else:
+        at = _places(w.data, w.data_strides, expert, rows, items.to(tl.int64))
+        mask = ((rows >= 0) & (rows < w.num_rows))[:, None] & (items[None, :] < stop)
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def _nibble_tile(words, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
+    """int16 words [BN, BK / 4] -> [BN, BK] of DTYPE, columns as `_reordered` has them."""
+    BN: tl.constexpr = words.shape[0]
+    HALF: tl.constexpr = tl.float16 if tl.float16 == DTYPE else tl.bfloat16
+    WIDE: tl.constexpr = tl.float32 if INTERPRETED or tl.float32 == DTYPE else HALF
+    SHAPE: tl.constexpr = (BN, 4, BK // 32, 2, 4)
+    first, second, third, fourth = nibbles(words, w.element, HALF)
+    tile = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), SHAPE).to(WIDE)
+    if w.element == "int4":
+        tile = tile - _constant(1032.0 if tl.float16 == DTYPE else 136.0, WIDE)
+    elif w.element == "uint4":
+        tile = tile - _constant(1024.0 if tl.float16 == DTYPE else 128.0, WIDE)
+        tile = tile - _of_groups(meta[1].to(tl.float32).to(WIDE), SHAPE)
+    SHORT: tl.constexpr = _SHORT if tl.bfloat16 == DTYPE else 1.0
+    UNIT: tl.constexpr = (2.0**14 if tl.float16 == DTYPE else 2.0**126 * SHORT) if w.element == "e2m1" else 1.0
+    if UNIT != 1 and (w.columns >= BK or tl.float32 == DTYPE):
+        tile = tile * _constant(UNIT, WIDE)
+    if w.columns < BK:
+        scales = _scale_value(meta[0], w.scale, w.converts)
+        if tl.float16 == DTYPE:
+            scales = scales / _unit(scales)[:, None]
+        if tl.float32 != DTYPE:
+            scales = scales * UNIT
+        tile = _scaled(tile, scales, w.scale == "float", WIDE)
+    return round_to(_reordered(tile, w), DTYPE)
+
+
+@triton.jit
+def _scaled(tile, scales, ROUNDS: tl.constexpr, WIDE: tl.constexpr):
+    """Tile [BN, 4, BK / 32, 2, 4] times scales [BN, groups]; in 16 bits by what they round to and by what is left."""
+    if tl.float32 == WIDE:
+        return tile * _of_groups(scales, tile.shape)
+    high = scales.to(WIDE)
+    if ROUNDS and tl.bfloat16 == WIDE:
+        low = (scales - high.to(tl.float32)).to(WIDE)
+        return tl.fma(tile, _of_groups(high, tile.shape), tile * _of_groups(low, tile.shape))
+    else:
+        return tile * _of_groups(high, tile.shape)
+
+
+@triton.jit
+def _constant(VALUE: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.full((1, 1, 1, 1, 1), VALUE, DTYPE)
+
+
+@triton.jit
+def _of_groups(blocks, SHAPE: tl.constexpr):
+    """One number a group [BN, groups] -> one a column, in the shape of a tile of nibbles."""
+    GROUPS: tl.constexpr = blocks.shape[1]
+    COLUMNS: tl.constexpr = SHAPE[1] * SHAPE[2] * SHAPE[3] * SHAPE[4]
+    wide = tl.broadcast_to(blocks[:, :, None], (blocks.shape[0], GROUPS, COLUMNS // GROUPS))
+    return tl.reshape(wide, SHAPE)
+
+
+@triton.jit
+def _reordered(tile, w):
+    """[n, 4, BK / 32, 2, 4] -> [n, BK] in the order in which four threads, each with a quarter of a row, hold it.
+
+    Hopper's tensor cores give a thread two columns in a row, then two 8 further on. Triton gives one of others eight,
+    or four where no byte goes into a tile: it takes the narrowest number of a tile for the size of a stored weight.
+    """
+    n: tl.constexpr = tile.shape[0]
+    steps: tl.constexpr = tile.shape[2]
+    BYTES: tl.constexpr = w.zeros is not None or (w.columns < 32 * steps and w.scale != "float")
+    tile = tl.reshape(tile, (n, 4, steps, 2, 2, 2))
+    if w.warpgroups:
+        tile = tl.permute(tile, (0, 2, 4, 5, 1, 3))
+    elif BYTES:
+        tile = tl.permute(tile, (0, 2, 1, 4, 5, 3))
+    else:
+        tile = tl.permute(tile, (0, 2, 4, 1, 5, 3))
+    return tl.reshape(tile, (n, 32 * steps))
+
+
+@triton.jit
+def _unit(scales):
+    """The largest power of two at or below each row's largest scale [BN, groups]; 1 where that is 0 or not finite."""
+    largest = tl.max(tl.abs(scales), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    power = largest.to(tl.float32, bitcast=True)
+    return tl.where((largest == 0) | (largest == 0x7F800000), 1.0, power)
+
+
+@triton.jit
+def _scale_value(stored, SCALE: tl.constexpr, CONVERTS: tl.constexpr):
+    """Scales as stored -> float32."""
+    if SCALE == "e8m0":
+        bits = stored.to(tl.int32) << 23
+        bits = tl.where(stored == 0, 0x400000, tl.where(stored == 255, 0x7FC00000, bits))
+        return bits.to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
+        return _bytes_to(stored, "e4m3", CONVERTS, tl.float32)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _bytes_to(codes, ELEMENT: tl.constexpr, CONVERTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The values of bytes of e4m3 or int8, which every DTYPE holds."""
+    HALF: tl.constexpr = tl.bfloat16 == DTYPE or tl.float16 == DTYPE
+    if HALF and not INTERPRETED and (ELEMENT == "int8" or not CONVERTS):
+        return bytes_as(codes.to(tl.uint8, bitcast=True), ELEMENT, DTYPE)
+    elif ELEMENT == "int8":
+        # As the lowest bits of 2 ** 23, whose last place counts one: a conversion of integers is slow.
+        bits = (codes.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.int32) | 0x4B000000
+        return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(DTYPE)
+    elif CONVERTS and not INTERPRETED:
+        half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return half if tl.float16 == DTYPE else half.to(tl.float32).to(DTYPE)
+    else:
+        # The fields of e4m3 as those of float16, whose exponent has a bias larger by 8.
+        code = codes.to(tl.int16)
+        bits = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)

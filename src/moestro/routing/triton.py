@@ -1,0 +1,136 @@
+"""`route` in one launch on a GPU, where no gradient is asked for: any scoring, and its assertions on values.
+
+What it chooses and weighs is what `selection.route` computes in plain PyTorch, up to the rounding of float32: where
+scores that round to the same number are tied, the two may choose differently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moestro.ops import _select, gpu, native, topk
+from moestro.ops.gpu_checks import ASSERTING
+from moestro.ops.topk import tuning
+from moestro.routing.scoring import Scoring
+from moestro.types import Routing
+
+_SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "sparsemixer": 3}
+_NO_GROUPS = (1, 1, 1, 0.0)
+
+_Groups = tuple[int, int, int, float]
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("moestro.routing.triton_kernels")
+
+
+def route(
+    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups | None
+) -> Routing | None:
+    """The routing of logits [T, E] whose sizes fit, or None: then plain PyTorch computes it, or says what is wrong.
+
+    A value that no router takes is an assertion on the device.
+
+    Args:
+        logits: [T, E], float32; with scoring.shared_experts S, [T, E + S].
+        top_k: K.
+        scoring: how to choose and weigh.
+        correction: [E] or None.
+        groups: num_groups, top_groups, best and excluded of a `GroupLimit`, or None.
+    """
+    limits = _NO_GROUPS if groups is None or groups[0] == 1 else groups
+    if not _fits(logits, top_k, scoring, correction, limits):
+        return None
+    return launch(logits, top_k, scoring, correction, limits)
+
+
+def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, limits: _Groups) -> Routing:
+    """`route` of arguments that fit."""
+    logits = topk.cpu.rows(logits)
+    correction = None if correction is None else correction.contiguous()
+    num_tokens, num_columns = logits.shape
+    slots = top_k + scoring.shared_experts
+    ids = torch.empty((num_tokens, slots), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, correction is not None)
+        stride = logits.stride(0)
+        given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
+        call = gpu.kept(_kernels().route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
+        out = (ids, weights, num_tokens, stride)
+        with gpu.on(logits):
+            call(-(-num_tokens // block_t), logits, correction, *out, *_numbers(scoring, limits[3]))
+    return Routing.unchecked(ids, weights, scoring.weight_on)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
+    """What the kernel is given, in its order."""
+    power = float(scoring.renormalize)
+    return (
+        scoring.logit_scale,
+        scoring.logit_softcap or 1.0,
+        scoring.tolerance,
+        excluded,
+        power,
+        scoring.epsilon,
+        scoring.floor,
+        scoring.scale,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _values(
+    scoring: Scoring, num_columns: int, top_k: int, groups: _Groups, corrected: bool
+) -> tuple[gpu.Values, int, int]:
+    """What the kernel is compiled for, the tokens of a program, and its warps."""
+    num_groups, top_groups, best, _ = groups
+    size = num_columns // num_groups
+    block_g = tuning.power_of_two(size)
+    block_t, block_e, warps = tuning.tile(block_g * tuning.power_of_two(num_groups))
+    order = 0 if scoring.renormalize is False else 1 if float(scoring.renormalize) == 1.0 else 2
+    values = {
+        "E": num_columns - scoring.shared_experts,
+        "TOP_K": top_k,
+        "SHARED": scoring.shared_experts,
+        "SCORE": _SCORES[scoring.score],
+        "ON_LOGITS": scoring.select_on == "logits",
+        "NORM": order,
+        "HAS_CAP": scoring.logit_softcap is not None,
+        "HAS_CORRECTION": corrected,
+        "TAKES_INFINITY": scoring.takes_infinity,
+        "GROUPS": num_groups,
+        "TOP_GROUPS": top_groups,
+        "BEST": min(best, size),
+        "BLOCK_T": block_t,
+        "BLOCK_E": block_e,
+        "BLOCK_G": block_g,
+        "BLOCK_K": tuning.power_of_two(top_k + scoring.shared_experts),
+    }
+    return tuple(values.items()), block_t, warps
+
+
+def _fits(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups) -> bool:
+    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or native.differentiates(logits):
+        return False
+    if _select.select("topk", logits, top_k).call is not topk.triton.topk:
+        return False
+    shared = scoring.shared_experts
+    if top_k + shared > tuning.MOST_TAKEN or (shared and (groups[0] > 1 or scoring.score == "sparsemixer")):
+        return False
+    if correction is not None and (correction.device != logits.device or gpu.unreadable(correction) is not None):
+        return False
+    return not logits.is_cpu or _good(logits, scoring, correction)
+
+
+def _good(logits: Tensor, scoring: Scoring, correction: Tensor | None) -> bool:
+    """Whether a router takes these values; in the interpreter, where a kernel asserts nothing."""
+    scaled = (logits * scoring.logit_scale).masked_fill(logits == -torch.inf, 0.0).abs()
+    allowed = scaled <= torch.inf if scoring.takes_infinity else scaled < torch.inf
+    return bool(allowed.all()) and (correction is None or bool(torch.isfinite(correction).all()))

@@ -1,0 +1,146 @@
+"""Rows as fp8-e4m3: what the definition says, plain torch and Triton against it, and what has no such rows."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import moestro
+from moestro import ExpertWeights, reference
+from moestro.errors import UnsupportedError
+from moestro.formats import dequantize
+from moestro.tolerances import ROUNDED_ROWS, relative_error, too_far
+from moestro.types import GPT_OSS_SWIGLU
+from tolerances import assert_close
+
+from . import problems
+from .engines import stored_weights
+from .stored import apart, sizes_for
+
+FORMATS = ("fp8-e4m3-tensor", "fp8-e4m3-channel", "fp8-e4m3-b128")
+
+
+def layer(name: str, kind: str = "random", weight_on: str = "output"):
+    sizes = sizes_for(name)
+    weights = replace(stored_weights(name, sizes, GPT_OSS_SWIGLU), row_format="fp8-e4m3")
+    return (
+        torch.randn(sizes.num_tokens, sizes.hidden_size),
+        problems.routing(sizes, kind=kind, weight_on=weight_on),
+        weights,
+    )
+
+
+def test_rounded_rows_are_those_of_ml_dtypes():
+    x = torch.randn(7, 300) * torch.tensor([1e-30, 1e-3, 1.0, 50.0, 1e30, 0.0, 1.0])[:, None]
+    x[6, 5] = torch.inf
+    values, scales = reference.round_rows_e4m3(x, 128)
+    assert values.shape == x.shape
+    assert scales.shape == (7, 3)
+    for i, start in enumerate((0, 128, 256)):
+        part = x[:, start : start + 128].numpy()
+        steps = np.abs(part).max(1, keepdims=True) / np.float32(448)
+        assert np.array_equal(np.where(np.isfinite(steps), steps, np.nan), scales[:, i, None].numpy(), equal_nan=True)
+        with np.errstate(invalid="ignore"):
+            codes = (part / np.where(steps > 0, steps, 1)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+        finite = np.isfinite(steps[:, 0])
+        assert np.array_equal(codes.astype(np.float32)[finite], values[:, start : start + 128].numpy()[finite])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_definition_is_the_product_of_what_was_rounded(name):
+    x, _, weights = layer(name)
+    matrix = dequantize(weights.gate_up)[1].double()
+    columns = weights.gate_up.format.scaling.columns or x.shape[1]
+    values, scales = reference.round_rows_e4m3(x, columns)
+    rounded = values.double() * scales.double().repeat_interleave(columns, 1)[:, : x.shape[1]]
+    assert_close(reference.product(x.double(), weights.gate_up, 1, "fp8-e4m3").float(), (rounded @ matrix.T).float())
+    assert 0.005 < relative_error(rounded, x.double()) < ROUNDED_ROWS
+
+
+def close(actual: torch.Tensor, x, routing, weights: ExpertWeights) -> None:
+    """Sums in another order may move a value between the products over the middle of two codes, a few in a thousand."""
+    found = too_far(actual.float(), reference.expert_mlp(x, routing, weights), ROUNDED_ROWS / 4)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("strategy", ["grouped", "selective", "blockwise-5", "all_experts"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_plain_torch(name, strategy):
+    for weight_on in ("output", "input"):
+        x, routing, weights = layer(name, weight_on=weight_on)
+        with torch.no_grad(), moestro.use(implementation="torch"):
+            for stored in (weights, apart(weights)):
+                close(moestro.expert_mlp(x, routing, stored, strategy), x, routing, stored)
+            low = moestro.expert_mlp(x.to(torch.bfloat16), routing, weights, strategy)
+        assert low.dtype == torch.bfloat16
+        close(low, x.to(torch.bfloat16), routing, weights)
+
+
+def test_what_has_no_such_rows_says_so():
+    x, routing, weights = layer("fp8-e4m3-channel")
+    with pytest.raises(UnsupportedError, match="weights that are 8-bit floats"):
+        replace(weights.quantize("bfloat16", row_format="float"), row_format="fp8-e4m3")
+    with torch.no_grad():
+        explained = moestro.explain(moestro.expert_mlp, x, routing, weights)
+    assert "8-bit floats" in explained.weights
+    reasons = {c.name: c.reason for c in explained.candidates}
+    assert reasons["torch"] is None
+    assert all(reason for name, reason in reasons.items() if name.startswith("cpu-"))
+
+
+def test_in_a_graph():
+    x, routing, weights = layer("fp8-e4m3-b128")
+    experts = moestro.Experts.from_weights(weights).requires_grad_(False)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, routing), moestro.expert_mlp(x, routing, weights))
+
+
+@pytest.fixture
+def device(triton_device: torch.device):
+    torch.set_default_device(triton_device)
+    yield triton_device
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "int8"])
+def test_triton_rounds_rows_as_defined(device, name):
+    to = "int8" if name == "int8" else "fp8-e4m3"
+    columns = moestro.formats.FORMATS[name].scaling.columns
+    rounding = importlib.import_module("moestro.ops.expert_mlp.triton_rows").Rounding(to, 1100, columns)
+    x = torch.randn(9, 1100) * torch.logspace(-30, 37, 9)[:, None]
+    x[3] = 0.0
+    x[4, 7], x[5, 1000], x[6, 3] = torch.inf, torch.nan, -torch.inf
+    for rows in (x, x.to(torch.bfloat16), x[:, ::1][:7]):
+        codes, scales = rounding(rows)
+        if to == "int8":
+            values, expected = reference.round_rows(rows)
+            assert torch.equal(codes.float(), values)
+        else:
+            values, expected = reference.round_rows_e4m3(rows, columns or 1100)
+            assert torch.equal(codes.view(torch.float8_e4m3fn).float(), values)
+        torch.testing.assert_close(scales, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "int8"])
+def test_triton(device, name):
+    for kind, weight_on, strategy in (("random", "output", "grouped"), ("skewed", "input", "selective")):
+        x, routing, weights = layer("fp8-e4m3-channel" if name == "int8" else name, kind, weight_on)
+        if name == "int8":
+            weights = weights.quantize("int8", row_format="int8")
+        with torch.no_grad():
+            assert moestro.explain(moestro.expert_mlp, x, routing, weights).chosen == "triton"
+            close(moestro.expert_mlp(x, routing, weights, strategy), x, routing, weights)
+            low = x.to(torch.bfloat16)
+            close(moestro.expert_mlp(low, routing, weights, strategy), low, routing, weights)
+
+
+def test_triton_has_integers_of_eight_bits_only(device):
+    four = stored_weights("int4-g32", sizes_for("int4-g32"), GPT_OSS_SWIGLU)
+    x = torch.randn(sizes_for("int4-g32").num_tokens, four.hidden_size)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="by weights stored as int8"):
+        moestro.expert_mlp(x, problems.routing(sizes_for("int4-g32")), replace(four, row_format="int8"))

@@ -1,0 +1,164 @@
+"""Triton's kernels behind the public function: what is chosen and refused, and the node that a traced graph holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moestro
+from moestro import Activation, ExpertWeights, Routing, reference
+from moestro.errors import UnsupportedError
+from moestro.ops.expert_mlp import triton as engine
+from tolerances import assert_close, bit_equal
+
+from . import problems
+from .stored import apart, moved
+
+pytestmark = pytest.mark.usefixtures("triton_device")
+
+SIZES = problems.Sizes(4, 20, 12, 3, 2)
+
+
+def case(device: torch.device, form: str = "float32"):
+    weights = problems.weights(SIZES, Activation(), torch.float32, bias=True)
+    if form == "int8":
+        weights = weights.quantize(form)
+    weights = moved(weights, device)
+    routing = problems.routing(SIZES)
+    routing = Routing(routing.expert_ids.to(device), routing.routing_weights.to(device))
+    return torch.randn(4, 20, device=device), routing, weights
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, weights: ExpertWeights, strategy: str = "auto") -> None:
+        super().__init__()
+        self.experts = moestro.Experts.from_weights(weights, strategy).requires_grad_(False)
+
+    def forward(self, x, ids, routing_weights):
+        return self.experts.trusted(x, Routing(ids, routing_weights)) * 2
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_a_graph_holds_the_node_that_stays_on_the_device(triton_device, form):
+    x, routing, weights = case(triton_device, form)
+    arguments = (x, routing.expert_ids, routing.routing_weights)
+    layer = Layer(weights)
+    expected = layer(*arguments)
+    seen = []
+
+    def keep(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=keep)
+    assert bit_equal(compiled(*arguments), expected)
+    assert any("expert_mlp_on_device" in target for target in seen)
+    exported = torch.export.export(layer, arguments)
+    assert bit_equal(exported.module()(*arguments), expected)
+    nodes = [n.target for n in exported.graph.nodes if n.target is torch.ops.moestro.expert_mlp_on_device.default]
+    assert len(nodes) == 1
+    assert torch.Tag.cudagraph_unsafe not in nodes[0].tags
+    assert torch.Tag.cudagraph_unsafe in torch.ops.moestro.expert_mlp.default.tags
+
+
+def test_a_graph_of_any_number_of_tokens(triton_device):
+    x, routing, weights = case(triton_device)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    arguments = (x, routing.expert_ids, routing.routing_weights)
+    exported = torch.export.export(Layer(weights), arguments, dynamic_shapes=({0: tokens},) * 3)
+    more = [torch.cat([t, t[:3]]) for t in arguments]
+    expected = reference.expert_mlp(more[0], Routing(*more[1:]), weights) * 2
+    assert_close(exported.module()(*more), expected, torch.float32)
+
+
+def test_what_needs_a_gradient_takes_the_other_node(triton_device):
+    x, routing, weights = case(triton_device)
+    x.requires_grad_()
+    torch._dynamo.reset()
+    with moestro.use(implementation="torch"):
+        y = torch.compile(Layer(weights), fullgraph=True, backend="aot_eager")(
+            x, routing.expert_ids, routing.routing_weights
+        )
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_reasons_are_sentences(triton_device):
+    x, routing, weights = case(triton_device)
+    refused = {
+        "float64": (x.double(), routing, weights),
+        "gradient": (x.clone().requires_grad_(), routing, weights),
+        "Python function": (x, routing, replace(weights, output_norm=lambda y: y)),
+        "lie apart": (x, routing, apart(weights)),
+    }
+    for words, arguments in refused.items():
+        assert words in (engine.supports(*arguments) or ""), words
+        with pytest.raises(UnsupportedError, match=words):
+            moestro.expert_mlp(*arguments)
+    assert engine.supports(x, routing, weights) is None
+
+
+def test_the_node_passes_the_checks_of_torch_library(triton_device):
+    x, routing, weights = case(triton_device)
+    stored = [weights.gate_up.data], [weights.down.data], weights.gate_up_bias, weights.down_bias
+    words = ("output", weights.activation.code, "float32|float32", "auto")
+    arguments = (x, routing.expert_ids, routing.routing_weights, *stored, *words)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.moestro.expert_mlp_on_device, arguments, test_utils=checks)
+
+
+def test_explain_says_how(triton_device):
+    x, routing, weights = case(triton_device)
+    found = moestro.explain(moestro.expert_mlp, x, routing, weights)
+    assert found.chosen == "triton"
+    assert "torch.use_deterministic_algorithms" in (found.strategy_reason or "")
+    for strategy in ("grouped", "blockwise", "selective", "all_experts"):
+        found = moestro.explain(moestro.expert_mlp, x, routing, weights, strategy)
+        assert found.strategy == strategy
+        assert "asked for by the caller" in (found.strategy_reason or "")
+    assert "decoded in registers" in str(moestro.explain(moestro.expert_mlp, x, routing, weights.quantize("int8")))
+
+
+def test_unforced_a_cpu_tensor_is_left_to_others():
+    x, routing, weights = case(torch.device("cpu"))
+    before = moestro.settings._Holder.settings
+    moestro.settings._Holder.settings = moestro.settings.Settings()
+    try:
+        found = moestro.explain(moestro.expert_mlp, x, routing, weights)
+    finally:
+        moestro.settings._Holder.settings = before
+    assert found.chosen != "triton"
+    assert "NVIDIA GPUs" in next(c.reason for c in found.candidates if c.name == "triton")
+
+
+def test_every_expert_on_every_token(triton_device):
+    x, routing, weights = case(triton_device)
+    x[0] = torch.nan  # which experts that nobody chose are computed of
+    ids = torch.tensor([[-1, -1], [1, 1], [0, -1], [2, 0]], device=triton_device)
+    routing = Routing(ids, torch.rand(4, 2, device=triton_device).masked_fill(ids < 0, torch.nan))
+    y = moestro.expert_mlp(x, routing, weights, "all_experts")
+    assert_close(y, reference.expert_mlp(x, routing, weights), torch.float32)
+    with pytest.raises(UnsupportedError, match="weights on the input"):
+        moestro.expert_mlp(x, replace(routing, weight_on="input"), weights, "all_experts")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+@pytest.mark.parametrize("num_tokens", [1, 9, 300])
+def test_a_captured_call_is_replayed_with_other_ids(triton_device, num_tokens):
+    sizes = problems.Sizes(num_tokens, 64, 48, 8, 2)
+    weights = moved(problems.weights(sizes, Activation(), torch.bfloat16), triton_device)
+    x = torch.randn(num_tokens, 64, device=triton_device, dtype=torch.bfloat16)
+    ids = torch.zeros(num_tokens, 2, dtype=torch.long, device=triton_device)
+    routing = Routing(ids, torch.rand(num_tokens, 2, device=triton_device))
+    experts = moestro.Experts.from_weights(weights).requires_grad_(False)
+    experts.trusted(x, routing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = experts.trusted(x, routing)
+    for kind in problems.KINDS:
+        ids.copy_(problems.routing(sizes, kind=kind).expert_ids)
+        graph.replay()
+        assert_close(y, reference.expert_mlp(x, routing, weights).bfloat16(), torch.bfloat16)

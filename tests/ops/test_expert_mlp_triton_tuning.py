@@ -1,0 +1,166 @@
+"""Tiles for a GPU as a function of shape and device, and what the kernels need once compiled for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moestro.ops import gpu
+from moestro.ops.expert_mlp import triton_tuning as tuning
+from moestro.ops.expert_mlp.triton_tuning import Problem
+
+from .engines import PACKAGE, TESTS
+
+H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
+A100 = gpu.Device((8, 0), 108, gpu.shared_memory((8, 0)))
+RTX = gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))
+LAYERS = {
+    "mixtral": (2, 8, 4096, 14336),
+    "olmoe": (8, 64, 2048, 1024),
+    "qwen3": (8, 128, 2048, 768),
+    "gpt-oss": (4, 128, 2880, 2880),
+    "deepseek-v3": (8, 256, 7168, 2048),
+    "tiny": (1, 2, 8, 4),
+}
+TOKENS = (1, 2, 3, 8, 16, 33, 64, 128, 512, 2048, 4096, 16384, 131072)
+
+
+def problem(layer: str, num_tokens: int, itemsize: int = 2, bits: float = 16.0) -> Problem:
+    top_k, num_experts, hidden, inner = LAYERS[layer]
+    return Problem(num_tokens, top_k, num_experts, hidden, inner, 2, itemsize, (bits, bits))
+
+
+def choose(p: Problem, device=H200, strategy="auto", block=None, invariant=False):
+    return tuning.choose(p, device, (strategy, block), invariant)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("device", [H200, A100, RTX], ids=["sm_90", "sm_80", "sm_89"])
+def test_every_plan_is_sound(layer, device):
+    for num_tokens, (itemsize, bits) in itertools.product(TOKENS, ((2, 16.0), (4, 32.0), (2, 4.25), (2, 8.0))):
+        p = problem(layer, num_tokens, itemsize, bits)
+        for strategy, block in (("auto", None), ("grouped", None), ("selective", None), ("blockwise", 40)):
+            how = choose(p, device, strategy, block)
+            assert how.block <= how.rows <= tuning.MOST_ROWS
+            for tile in (how.gate_up, how.down):
+                assert {n & (n - 1) for n in (how.rows, tile.columns, tile.depth, tile.warps)} == {0}
+                assert tile.columns >= 16
+                assert tile.depth >= 32
+                assert tile.stages >= 2
+                assert tuning.shared_bytes(tile, how.rows, itemsize, bits) <= device.shared_memory
+            assert how.splits >= 1
+            assert strategy in ("auto", how.strategy) or (strategy, how.strategy) == ("grouped", "selective")
+
+
+def test_few_rows_have_low_tiles_and_many_have_high_ones():
+    assert [choose(problem("qwen3", t)).rows for t in (1, 16, 128, 512, 4096)] == [16, 16, 16, 64, 128]
+    assert [tuning.tile_rows(r) for r in (0, 12, 13, 24, 25, 64, 65, 1e9)] == [16, 16, 32, 32, 64, 64, 128, 128]
+
+
+def test_weights_are_the_left_operand_where_hopper_has_few_rows():
+    for t, swap in ((1, True), (64, True), (4096, False)):
+        assert choose(problem("qwen3", t)).gate_up.swap is swap
+        assert not choose(problem("qwen3", t), A100).gate_up.swap
+        assert choose(problem("qwen3", t, bits=4.25)).gate_up.swap
+
+
+def test_pairs_are_not_ordered_where_there_are_few():
+    assert not choose(problem("qwen3", 1)).ordered
+    assert not choose(problem("deepseek-v3", 8)).ordered  # 4 * 64 <= 256
+    assert choose(problem("deepseek-v3", 9)).ordered
+    assert choose(problem("deepseek-v3", 1), strategy="grouped").ordered
+    assert choose(problem("mixtral", 2)).ordered
+
+
+def test_every_multiprocessor_has_work_in_decode():
+    for layer in ("mixtral", "olmoe", "qwen3", "gpt-oss", "deepseek-v3"):
+        how, p = choose(problem(layer, 1)), problem(layer, 1)
+        blocks = p.num_pairs
+        assert blocks * -(-2 * p.intermediate_size // how.gate_up.columns) >= H200.num_sms
+        assert blocks * -(-p.hidden_size // how.down.columns) * how.splits >= H200.num_sms * 0.9
+
+
+def test_a_batch_does_not_choose_where_bits_must_not_depend_on_it():
+    plans = {str(choose(problem("qwen3", t), invariant=True)) for t in TOKENS}
+    assert len(plans) == 1
+    assert len({choose(problem("qwen3", t), invariant=True) for t in TOKENS}) == 1
+    assert choose(problem("qwen3", 5), strategy="blockwise", block=16, invariant=True).rows == 16
+
+
+@pytest.mark.parametrize(("block", "rows"), [(1, 16), (16, 16), (17, 32), (100, 128), (1000, 128)])
+def test_a_block_size_that_is_asked_for(block, rows):
+    how = choose(problem("qwen3", 64), strategy="blockwise", block=block)
+    assert (how.block, how.rows, how.strategy) == (min(block, 128), rows, "blockwise")
+
+
+def said(*arguments: str) -> list[str]:
+    """What `python -m ops.compiled` prints, in a process whose kernels are compiled and not interpreted."""
+    pytest.importorskip("triton")
+    path = os.pathsep.join((str(PACKAGE), str(TESTS)))
+    run = subprocess.run(
+        [sys.executable, "-m", "ops.compiled", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.splitlines()
+
+
+def test_later_launches_hand_over_what_the_first_did():
+    lines = said("relaunch", "sm_90")
+    for kernel in ("gate_up_kernel", "down_kernel", "sum_slots_kernel"):
+        assert sum(f"relaunched {kernel}" in line for line in lines) == 4
+
+
+def test_sizes_that_triton_specialises_on_compile():
+    """Sizes of 1 and off 16, weights either way round: the interpreter runs what the compiler may refuse."""
+    lines = said("edges", "sm_90")
+    assert len(lines) == 25
+    assert all(line.startswith("edge") for line in lines)
+
+
+COMPILED = [("sm_90", "bfloat16", "4096"), ("sm_86", "bfloat16", "mxfp4", "64")]
+
+
+@pytest.mark.parametrize("arguments", COMPILED, ids="-".join)
+def test_kernels_compile_within_the_part(arguments):
+    """What a launch compiles for a GPU that is not here: shared memory that it has, nothing spilled, its instructions.
+
+    `python -m ops.compiled` in tests/ prints the same for every architecture, dtype and format.
+    """
+    lines = [line for line in said(*arguments) if "gate_up_kernel" in line or "down_kernel" in line]
+    assert len(lines) == 2
+    for line in lines:
+        words = line.split()
+        used, most = int(words[words.index("shared") + 1]), int(words[words.index("of") + 1])
+        assert used <= most, line
+        assert words[words.index("spills") + 1] == "0", line
+        assert words[-1] == ("wgmma" if arguments[0] == "sm_90" else "mma"), line
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(architecture):
+    """Tiles of 64 x 128 in flight and rows take 28 KiB; a decoded tile that passed through it would take 16 more."""
+    lines = [line for line in said(architecture, "mxfp4", "int4-g128", "64") if "gate_up" in line or "down_" in line]
+    assert len(lines) == 4
+    for line in lines:
+        words = line.split()
+        assert int(words[words.index("shared") + 1]) <= 32 << 10, line
+        assert words[words.index("spills") + 1] == "0", line
+
+
+def test_rows_of_eight_bits_reach_the_tensor_cores_of_hopper():
+    lines = said("sm_90", "fp8-e4m3-b128/fp8-e4m3", "int8/int8", "4096")
+    assert sum("round_rows_kernel" in line for line in lines) == 2
+    for line in lines:
+        if "gate_up" in line or "down_" in line:
+            assert line.endswith("wgmma"), line
+            assert line.split()[line.split().index("spills") + 1] == "0", line
