@@ -98,7 +98,9 @@ def main() -> int:
     where = f"{torch.get_num_threads()} threads, {machine.processor_name()}"
     head = f"# Splits of one layer, H {HIDDEN}, I {INNER}, {where}\n\nCommand: `python benchmarks/splits.py`\n\n"
     stem.with_suffix(".md").write_text(f"{head}{text}\n")
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    rows = [{"case": case, "split": n, "microseconds": us} for case, times in found.items() for n, us in times.items()]
+    stored = {"machine": machine.describe(), "rows": rows}
+    stem.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
     return 0
 
 
