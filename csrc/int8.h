@@ -167,7 +167,9 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
                 if (prefetching && rows.next[0])
                     for (int64_t line = 0; line < kUnits / 2; line += 64) prefetch(rows.next[r] + k / 2 + line);
             } else {
-                from = copied(from, (columns - k) / 2, padded, kUnits / 2);
+                for (int64_t i = 0, left = (columns - k) / 2; i < kUnits / 2; i += kVectorBytes, left -= kVectorBytes)
+                    store_bytes(padded + i, left >= kVectorBytes ? load_bytes(from + i) : left > 0 ? load_some_words(from + i, left) : zero_bytes());
+                from = padded;
             }
             I codes[8], zeros[Parts];
             F s[Parts];
