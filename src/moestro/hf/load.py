@@ -41,7 +41,8 @@ def load(
         device: where the model goes; the CPU if None.
         search: how the scales of a `format` are chosen: "nearest", or "mse" for the least squared error.
         activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
-            experts in int8, int4, mxfp4, nvfp4 or fp4. It is not saved.
+            experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
+            fp8-e4m3-*. It is not saved.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
