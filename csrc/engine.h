@@ -50,6 +50,7 @@ struct Projection {
             default: return columns / 2;
         }
     }
+    int64_t scale_size() const { return scale == Scale::none ? 0 : scale == Scale::f32 ? 4 : scale == Scale::f16 || scale == Scale::bf16 ? 2 : 1; }
     int64_t num_groups() const { return group_columns ? (columns + group_columns - 1) / group_columns : 1; }
 
     Matrix matrix(int64_t expert, int64_t block) const {
@@ -193,13 +194,14 @@ struct Isa {
     int lanes;
     // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
+    int64_t few;  // rows of tokens up to which it decodes weights in registers
     // to[i] = factor * from[i] for n elements of a dtype.
     void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to);
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.
     void (*activate)(const Activation& activation, int64_t n, float* gate, const float* up);
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
     void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
-    const TileOps* tiles;  // null, or what replaces four_rows; then x and both projections are bfloat16
+    const TileOps* tiles;  // null, or what replaces four_rows where it pays; then x is bfloat16, and both projections are or are packed
     const RoundedOps* rounded = nullptr;  // null where it has none; four_rows is null where it has nothing else
 };
 

@@ -15,6 +15,13 @@ MOESTRO_INLINE void eight_products(const Values& values, I words, const float* c
     }
 }
 
+// Whether sums of elements left the numbers that a float holds, where scales may have brought them back.
+template <int M> MOESTRO_INLINE bool overflowed(const float* out) {
+    bool all = true;
+    for (int i = 0; i < kRows * M; ++i) all = all && out[i] - out[i] == 0.0f;
+    return !all;
+}
+
 template <Element E, int M>
 static void few_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* tokens, float* out) {
     const auto values = values_of<E>();
@@ -62,6 +69,7 @@ static void few_nibbles(const FourRows& rows, const float* const* scales, const 
     if (k < columns) block(k, [&](const uint8_t* p) __attribute__((always_inline)) { return load_some_words(p, (columns - k) / 2); });
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
+    if (overflowed<M>(out)) dots<E, M>(rows, scales, zeros, tokens, out);
 }
 
 // Two vectors of 8-bit elements of a row.
@@ -119,6 +127,7 @@ static void few_bytes(const FourRows& rows, const float* const* scales, const fl
         sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
         for (int r = 0; r < kRows && one_group; ++r) out[kRows * t + r] *= scales[r][0];
     }
+    if (overflowed<M>(out)) dots<E, M>(rows, scales, zeros, x, out);
 }
 
 template <Element E, int M> static void fill_few(Dots* table) {

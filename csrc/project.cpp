@@ -83,8 +83,10 @@ private:
         if (isa_.tiles) isa_.tiles->begin();
         for (Reader reader{*this, take()}; reader.first < call_.weights.rows; reader.go_on()) {
             for (int64_t i = reader.first; i < reader.stop(); i += kSegment)
-                for (int64_t t = 0; t < n_; t += kBlock)
+                for (int64_t t = 0; t < n_; t += kBlock) {
+                    reader.last_pass = t + kBlock >= n_;
                     (isa_.tiles ? &Project::tiled : &Project::dotted)(reader, i, std::min(i + kSegment, reader.stop()), t, std::min(kBlock, n_ - t), room, room + panel);
+                }
         }
         if (isa_.tiles) isa_.tiles->end();
     }
@@ -94,6 +96,7 @@ private:
     struct Reader {
         Project& p;
         int64_t first, following = -1;
+        bool last_pass = true;
 
         int64_t stop() const { return std::min(first + p.range_, p.call_.weights.rows); }
         void go_on() {
@@ -103,6 +106,7 @@ private:
         // The row that is read when `n` from `at` on have been, or -1.
         int64_t ahead(int64_t at, int64_t n) {
             if (at + n < stop()) return at + n;
+            if (!last_pass) return -1;
             if (following < 0) following = p.take();
             return following < p.call_.weights.rows ? following : -1;
         }

@@ -42,12 +42,12 @@ inline const uint8_t* data_of(const Projection& p, int64_t expert, int64_t row) 
 // Has the rows say that the rows `at` of an expert's projection come next, and fetches the scales of these.
 inline void follow(FourRows& rows, const Projection& p, int64_t expert, const int64_t* at) {
     Matrix m = p.matrix(expert, 0);
-    const int64_t scale_bytes = p.group_rows == 1 ? p.scale_row_stride : 0;
+    const int64_t scale_bytes = p.group_rows == 1 ? p.num_groups() * p.scale_size() : 0;
     for (int i = 0; i < 4; ++i) {
         int64_t row = at[i];
         if (p.num_blocks > 1) m = p.matrix_of(expert, row);
         rows.next[i] = m.data + row * p.row_stride;
-        for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(m.scales + row * scale_bytes + b, 0, 2);
+        for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(m.scales + row * p.scale_row_stride + b, 0, 2);
     }
 }
 

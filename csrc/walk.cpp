@@ -214,10 +214,10 @@ private:
     struct Reader {
         Walk& walk;
         const Range *range = nullptr, *following = nullptr;
-        bool last_pass = true;
+        bool last_pass = true, at_end = false;
 
         const Range* take() {
-            range = range && following ? following : walk.next_range();
+            range = following ? following : at_end ? nullptr : walk.next_range();
             following = nullptr;
             return range;
         }
@@ -226,8 +226,9 @@ private:
             i += distance;
             if (i < range->last) return range;
             if (!last_pass) return nullptr;
-            if (!following) following = walk.next_range();
-            if (!following) return nullptr;
+            if (!following && !at_end) following = walk.next_range();
+            at_end = !following;
+            if (at_end) return nullptr;
             i += following->first - range->last;
             return i < following->last ? following : nullptr;
         }
@@ -288,16 +289,19 @@ private:
         const Projection& projection;
         int64_t expert, rows;
         const float* const* x;
+        bool few;       // the expert has so few rows that scales multiply sums
         int64_t ahead;  // from columns of h, or rows of down, to those that are fetched meanwhile
         const uint8_t* packed;
     };
-    Products products(const Projection& p, int64_t expert, const float* const* x, int64_t m, float* sums) const {
+    Products products(const Projection& p, const Active& active, const float* const* x, int64_t m, float* sums) const {
+        const int64_t expert = active.expert;
+        const bool few = !call_.same_bits && active.num_rows <= isa_.few;
         const bool gated = &p == &call_.gate_up && call_.activation.gated;
         const auto ahead = [&](int64_t rows) { return (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows); };
-        if (!many() || m <= kFewTokens) return {p, expert, 4, x, ahead(4), nullptr};
+        if (!many() || m <= kFewTokens) return {p, expert, 4, x, few, ahead(4), nullptr};
         auto* packed = reinterpret_cast<uint8_t*>(sums + kManyRows * kTokenBlock + 2 * kTokenBlock * kChunk);
         many()->pack(p.element, p.columns, p.group_columns, x, m, packed);
-        return {p, expert, kManyRows, x, ahead(kManyRows), packed};
+        return {p, expert, kManyRows, x, false, ahead(kManyRows), packed};
     }
     // sums[t][i] of the rows `at` and m tokens.
     void multiply(const Products& products, Reader& reader, int64_t column, const FloatArray& bias, int64_t m, float* sums, float* panel) const {
@@ -317,7 +321,7 @@ private:
         rows_from(*reader.range, column, N, at);
         for (int64_t i = 0; i < N; i += 4) {
             take_rows(rows[i / 4], products.projection, products.expert, at + i);
-            rows[i / 4].scale_sums = !call_.same_bits;
+            rows[i / 4].scale_sums = products.few;
         }
         const Range* then = reader.ahead(column, products.ahead);
         if (!then) return;
@@ -343,7 +347,7 @@ private:
         const Activation& act = call_.activation;
         const Range& range = *reader.range;
         float *gate = sums + kManyRows * kTokenBlock, *up = gate + kTokenBlock * kChunk;
-        const Products all = products(call_.gate_up, active.expert, tokens_.data() + active.first_row - rows_.first_plain + first, m, sums);
+        const Products all = products(call_.gate_up, active, tokens_.data() + active.first_row - rows_.first_plain + first, m, sums);
         const int64_t step = act.gated ? all.rows / 2 : all.rows;
         for (int64_t c = range.first; c < range.last; c += kChunk) {
             const int64_t stop = std::min(c + kChunk, range.last);
@@ -369,7 +373,7 @@ private:
         const float* h[kTokenBlock];
         const Range& range = *reader.range;
         for (int64_t t = 0; t < m; ++t) h[t] = h_row(active.first_row + first + t);
-        const Products all = products(call_.down, active.expert, h, m, sums);
+        const Products all = products(call_.down, active, h, m, sums);
         for (int64_t i = range.first; i < range.last; i += all.rows) {
             multiply(all, reader, i, call_.down_bias, m, sums, panel);
             const int64_t n = std::min(all.rows, range.last - i);

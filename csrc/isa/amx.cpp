@@ -144,7 +144,7 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
         _tile_zero(2);
         _tile_zero(3);
     }
-    const uint8_t *a = s.rows[0], *b = s.rows[1], *next_a = s.next[0], *next_b = s.next[1];
+    const uint8_t *a = s.rows[0], *b = s.rows[1], *next_a = s.next[0] ? s.next[0] : s.rows[0], *next_b = s.next[0] ? s.next[1] : s.rows[1];
     const int64_t blocks = s.whole + s.has_last;
     for (int64_t k = 0; k < blocks; ++k, a += 64, b += 64, next_a += 64, next_b += 64, x += kTile * width) {
         const bool last = k == s.whole;
@@ -385,5 +385,5 @@ static bool runs_here() {
 namespace moestro {
 static const TileOps kTileOps = {MOESTRO_ISA::fewest_rows, MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
 extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16 and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
-                         MOESTRO_ISA::four_rows, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr};
+                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr};
 }  // namespace moestro

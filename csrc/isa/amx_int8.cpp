@@ -439,6 +439,6 @@ static const moestro::RoundedOps kRoundedMany = {rounded_floats, round_row, roun
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8 and AVX-512 VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr,
+extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8 and AVX-512 VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens, 
                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRoundedMany};
 }  // namespace moestro

@@ -162,7 +162,7 @@ def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.tokens == (1, 2, 4, 8, 16, 32, 64, 512, 4096, 8192, 16384)
     assert {spec.name for spec in plan.layers} == set(LAYERS) - {"mixtral-half"}
     assert [v.name for v in plan.ours] == [
-        *(names := ["moestro", "moestro-fp8-e4m3-b128", "moestro-mxfp4"]),
+        *(names := ["moestro", *(f"moestro-{name}" for name in gpu.FORMATS[1:])]),
         *(f"{name}-graph" for name in names),
     ]
     peers = [v.name for v in plan.peers]
@@ -215,7 +215,10 @@ def test_points_know_the_fastest_peer_of_each_kind() -> None:
 
 
 def test_goals_by_hand() -> None:
-    decode, prefill, called, replayed, versus = gpu.goals(ROWS)
+    decode, prefill, eighths, called, replayed, versus = gpu.goals(ROWS)
+    assert eighths.endswith("fp8 matrix rate: not measured")
+    rounded = row("moestro-f", "moestro", 4096, 0.5, bits=8, peak="fp8-mm")
+    assert gpu.goals([rounded])[2].endswith("55% of the fp8 matrix rate: 1 of 1 points; least 0.60, median 0.60")
     assert decode.endswith("85% of bandwidth: 1 of 1 points; least 1.20, median 1.20")  # the graph's 0.3 / 0.25
     assert prefill.endswith("70% of the matrix rate: 1 of 1 points; least 0.75, median 0.75")
     assert called.endswith("called: 1 of 2 points; least 0.80, median 1.40")
@@ -252,6 +255,7 @@ def test_which_peak_a_rate_is_held_against() -> None:
     on_gpu, on_cpu = {"bf16-mm": 1.0, "fp8-mm": 2.0}, {"fma": 1.0, "vnni": 2.0}
     assert peak_of(ours(), torch.bfloat16, on_gpu) == "bf16-mm"
     assert peak_of(ours(), torch.float32, on_gpu) is None
+    assert peak_of(ours("auto", "fp8-e4m3-b128/fp8-e4m3"), torch.bfloat16, on_gpu) == "fp8-mm"
     assert peak_of(ours("auto", "mxfp4/int8"), torch.bfloat16, on_gpu) is None
     assert peak_of(ours("auto", "mxfp4/int8"), torch.bfloat16, on_cpu) == "vnni"
     assert peak_of(ours(), torch.bfloat16, on_cpu) == "fma"

@@ -141,6 +141,11 @@ def test_rows_as_int8_are_rounded_and_checked(tiny) -> None:
         output = rounded.prepare(layer)(x, routings[0])()
         assert 1e-3 < relative_error(output, exact) < rounded.numbers.bound
         assert too_far(output, exact, rounded.numbers.bound) is None
+        eighths = ours("auto", "fp8-e4m3-b128/fp8-e4m3")
+        assert (eighths.numbers.bits, eighths.numbers.products) == (8, "fp8-e4m3")
+        exact = expected_output(layer, x, routings[0], "fp8-e4m3-b128")
+        output = eighths.prepare(layer)(x, routings[0])()
+        assert 1e-3 < relative_error(output, exact) < eighths.numbers.bound
     assert layer.quantized["mxfp4"].row_format == "float"
     with pytest.raises(UnsupportedError, match="rows as int8"):
         ours("auto", "fp8-e4m3-b128/int8")

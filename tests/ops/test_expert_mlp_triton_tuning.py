@@ -123,7 +123,7 @@ def test_later_launches_hand_over_what_the_first_did():
 def test_sizes_that_triton_specialises_on_compile():
     """Sizes of 1 and off 16, weights either way round: the interpreter runs what the compiler may refuse."""
     lines = said("edges", "sm_90")
-    assert len(lines) == 25
+    assert len(lines) == 15
     assert all(line.startswith("edge") for line in lines)
 
 

@@ -48,16 +48,16 @@ def check_public(expert_ids: torch.Tensor, num_experts: int, block_size: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_shapes_and_fillings(dtype: torch.dtype) -> None:
-    for num_tokens, top_k, num_experts in ((0, 2, 3), (3, 0, 3), (1, 1, 1), (1, 8, 33), (20, 3, 7)):
+    for num_tokens, top_k, num_experts in ((0, 2, 3), (3, 0, 3), (1, 1, 1), (1, 8, 17), (20, 3, 7)):
         shape = (num_tokens, top_k)
+        check(torch.randint(-1, num_experts, shape).to(dtype), num_experts, 64)
         for ids in (
             torch.randint(-1, num_experts, shape),
             torch.full(shape, -1),
             torch.full(shape, num_experts - 1),
             torch.zeros(shape, dtype=torch.int64),
         ):
-            for block_size in (5, 64):
-                check(ids.to(dtype), num_experts, block_size)
+            check(ids.to(dtype), num_experts, 5)
 
 
 @given(data=st.data(), num_experts=st.integers(1, 9), top_k=st.integers(1, 4), block_size=st.integers(1, 6))
@@ -82,12 +82,12 @@ def test_many_pairs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "MOST_TILE", 128)
-    for num_experts in (7, 31, 32):
+    for num_experts in (7, 32):
         check(torch.randint(-1, num_experts, (100, 5)), num_experts, 16)
 
 
 def test_many_experts_of_which_most_are_empty() -> None:
-    check(torch.tensor([[256, 0], [3, -1], [3, 128]]), 257, 2)
+    check(torch.tensor([[128, 0], [3, -1], [3, 64]]), 129, 2)
 
 
 def test_ids_that_are_not_contiguous() -> None:

@@ -22,7 +22,7 @@ def kernel(
     columns = first + tl.arange(0, BN)
     live = rows < T
     expert = tl.load(experts)
-    acc = product(x + rows * K, None, live, w, None, expert, first, columns, K, 0, K, BM, BN, BK, DTYPE, SWAP)
+    acc = product(x + rows * K, None, rows, live, w, None, expert, first, columns, K, 0, K, BM, BN, BK, DTYPE, SWAP)
     tl.store(y + rows[:, None] * N + columns[None, :], acc, mask=live[:, None] & (columns < N)[None, :])
 
 

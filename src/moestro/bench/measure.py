@@ -115,8 +115,8 @@ class Row:
         roof_share: the least time at the machine's roof over the time.
         bandwidth_share: gigabytes_per_second over the roof's.
         peak, peak_share: gigaflops over a peak of the machine's registers, and which ("vnni" where the variant
-            multiplies int8 numbers, else "fma"; on a CUDA device "bf16-mm" for 16-bit x); None where that was not
-            measured.
+            multiplies int8 numbers, else "fma"; on a CUDA device "bf16-mm" for 16-bit x, "fp8-mm" where both are
+            fp8); None where that was not measured.
         error: relative L2 error of a checked output against the layer's own weights, whatever the variant's are.
         ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
         ratio_low, ratio_high: lower and upper quartile over rounds.
@@ -458,10 +458,8 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
 
 def peak_of(variant: Variant, dtype: torch.dtype, peaks: dict[str, float]) -> str | None:
     """Which peak a variant's rate is a share of, or None where it was not measured."""
-    if variant.numbers.products == "int8":
-        name = "vnni"
-    else:
-        name = "bf16-mm" if "bf16-mm" in peaks and dtype.itemsize == 2 else "fma"
+    floats = "bf16-mm" if "bf16-mm" in peaks and dtype.itemsize == 2 else "fma"
+    name = {"int8": "vnni", "fp8-e4m3": "fp8-mm"}.get(variant.numbers.products, floats)
     return name if name in peaks else None
 
 

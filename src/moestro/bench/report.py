@@ -151,9 +151,9 @@ _GPU_LEGEND = (
     "calls take turns over the experts. Variants alternate in one process. GB/s counts the weights of the experts",
     "that the routing touches, once, as the variant stores them, scales included; of bw is its share of the",
     "roof's. GFLOP/s counts 6 H I for each (token, expert) pair; of peak is its share of the rate of large",
-    "bfloat16 matrix products. Ratios say how many times longer than moestro's first variant of the table another",
-    "takes (above 1: moestro is faster): the median of the rounds, and in brackets their lower and upper",
-    "quartile. Outputs were checked before anything was timed.",
+    "bfloat16 (f8: fp8) matrix products. Ratios say how many times longer than moestro's first variant of the",
+    "table another takes (above 1: moestro is faster): the median of the rounds, and in brackets their lower and",
+    "upper quartile. Outputs were checked before anything was timed.",
 )
 
 
@@ -202,8 +202,12 @@ def measured(row: Row) -> tuple[str, ...]:
         f"{row.gigabytes_per_second:.1f}",
         "-" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
         f"{row.gigaflops:,.1f}",
-        "-" if row.peak_share is None else f"{row.peak_share:.0%}{' i8' if row.peak == 'vnni' else ''}",
+        "-" if row.peak_share is None else f"{row.peak_share:.0%}{_MARKS.get(row.peak or '', '')}",
     )
+
+
+_MARKS = {"vnni": " i8", "fp8-mm": " f8"}
+"""Of shares of a peak that is not the floats'."""
 
 
 def error(row: Row) -> str:

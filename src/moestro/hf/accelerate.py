@@ -80,7 +80,8 @@ def accelerate(
             LongCat-Flash, Switch Transformers, NLLB-MoE, Doge or Step-3.7.
         strategy: as for `moestro.expert_mlp`: "auto" chooses by shape; "blockwise-64" also sets the block size.
         activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers (for
-            experts that `moestro.load` keeps as integers); "float" not to; None to leave it, at first "float".
+            experts that `moestro.load` keeps as integers); "fp8-e4m3" the same with 8-bit floats (for those that it
+            keeps as fp8-e4m3-*); "float" not to; None to leave it, at first "float".
         projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
             while no gradient is asked for; `moestro.ops.projection` chooses by the number of rows.
 

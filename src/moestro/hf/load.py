@@ -41,7 +41,8 @@ def load(
             FP8 weights outside the experts become this dtype.
         device: where the model goes; the CPU if None.
         activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
-            experts in int8, int4, mxfp4, nvfp4 or fp4. It is not saved. None for what `format` says, else "float".
+            experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
+            fp8-e4m3-*. It is not saved. None for what `format` says, else "float".
         projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine,
             as `accelerate` does. It is not saved. None for what `format` says, else False.
 

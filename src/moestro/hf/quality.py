@@ -102,7 +102,8 @@ class Options:
         device: a torch device.
         text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
         tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
-        activation: of the variants: "float", or "int8" to round what meets their weights, as in `moestro.load`.
+        activation: of the variants: "float", or "int8" or "fp8-e4m3" to round what meets their weights, as in
+            `moestro.load`.
     """
 
     against: str | None = None

@@ -50,8 +50,8 @@ class MoestroConfig(QuantizationConfigMixin):
         overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
             with the format of those that match; the last that matches decides.
         rest: the quantisation config of the checkpoint's other layers, where they have one.
-        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers. That
-            is how this run computes, and is not saved.
+        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers;
+            "fp8-e4m3" to multiply 8-bit floats. That is how this run computes, and is not saved.
         projections: also run every `nn.Linear` of 16 bits in the native engine, as `moestro.accelerate` does. It is not
             saved either.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,14 +25,17 @@ from moestro.weights import check_row_format
 ROWS = "/"
 """Between the format of weights and that of rows."""
 
+ROUNDED: dict[str, Literal["int8", "fp8-e4m3"]] = {"int8": "int8", "fp8-e4m3": "fp8-e4m3"}
+"""What rows may be rounded to."""
+
 
 def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     """moestro with a strategy, on weights in a format.
 
     On the layer's own weights ("dense") it is Transformers' own module after `moestro.accelerate(module, strategy)`; on
     quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. "mxfp4/int8" is mxfp4 whose rows of
-    tokens are rounded to int8. The name is "moestro", then the strategy unless it is "auto", then the format unless it
-    is the layer's own.
+    tokens are rounded to int8, "fp8-e4m3-b128/fp8-e4m3" that format with rows rounded to fp8. The name is "moestro",
+    then the strategy unless it is "auto", then the format unless it is the layer's own.
 
     Raises:
         InvalidInputError: no such strategy, or no such format, or a floating-point one, which the layer's dtype is for.
@@ -45,9 +48,9 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     format, _, rows = format.partition(ROWS)
     found = find_format(format)
     format = found.name
-    if rows not in ("", "int8"):
+    if rows not in ("", *ROUNDED):
         raise invalid_input(
-            "bench layer", got=f"rows as {rows!r}", needs="int8, or nothing", fix=f'Write "{format}{ROWS}int8".'
+            "bench layer", got=f"rows as {rows!r}", needs="int8, fp8-e4m3, or nothing", fix=f'Try "{format}".'
         )
     if found.is_dense:
         raise invalid_input(
@@ -59,9 +62,9 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     numbers = Numbers(found.name, int(found.bits), found.bits, reference=found.name)
     row_format: RowFormat = "float"
     if rows:
-        check_row_format("int8", (found,), "bench layer")
-        numbers = replace(numbers, bound=ROUNDED_ROWS, products="int8")
-        row_format = "int8"
+        row_format = ROUNDED[rows]
+        check_row_format(row_format, (found,), "bench layer")
+        numbers = replace(numbers, bound=ROUNDED_ROWS, products=row_format)
     prepare = partial(_prepare_experts, strategy, format, row_format)
     return Variant(name, partial(_refuses, format), prepare, own_cost, numbers=numbers)
 

@@ -50,7 +50,7 @@ class Numbers:
     bits_per_weight: float | None = None
     reference: str = DENSE
     bound: float | None = None
-    products: Literal["float", "int8"] = "float"
+    products: Literal["float", "int8", "fp8-e4m3"] = "float"
     bits_to_prepare: float = 0.0
 
     def bits_in(self, dtype: torch.dtype) -> int:

@@ -104,15 +104,6 @@ def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scale_places(scales, rows, K, w):
-    """Where the scales of rounded rows begin, or None where rows are floats."""
-    if scales is None:
-        return None
-    else:
-        return scales + rows * (tl.cdiv(K, w.columns) if w.columns > 0 else 1)
-
-
-@triton.jit
 def zeros(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
     """Sums of a tile, transposed where weights are the left operand."""
     if SWAP:
@@ -133,7 +124,8 @@ def upright(acc, SWAP: tl.constexpr):
 @triton.jit
 def product(
     rows_at,
-    scales_at,
+    scales,
+    scale_rows,
     live,
     w,
     map,
@@ -152,7 +144,7 @@ def product(
     """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
 
     Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
-    were rounded have their scales at `scales_at` [BM], one for each block of columns that shares one in the weights.
+    were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
     """
     acc = zeros(BM, BN, SWAP)
     for k0 in tl.range(k_from, k_to, BK):
@@ -162,16 +154,17 @@ def product(
             tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE, meta)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
-        if scales_at is None:
+        if scales is None:
             acc = add_product(acc, x, tile, w, meta, SWAP)
         elif w.columns == 0:
             acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP)
         else:
-            scales = tl.load(scales_at + k0 // w.columns, mask=live, other=0.0)
-            acc = add_rounded_product(acc, x, tile, w, meta, scales, SWAP)
+            scales_at = scales + scale_rows * tl.cdiv(K, w.columns) + k0 // w.columns
+            step_scales = tl.load(scales_at, mask=live, other=0.0)
+            acc = add_rounded_product(acc, x, tile, w, meta, step_scales, SWAP)
     acc = upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
-    if scales_at is not None and w.columns == 0:
-        acc = acc * tl.load(scales_at, mask=live, other=0.0)[:, None]
+    if scales is not None and w.columns == 0:
+        acc = acc * tl.load(scales + scale_rows, mask=live, other=0.0)[:, None]
     return acc
 
 
@@ -300,8 +293,25 @@ def gate_up_kernel(
             first = column * WIDTH
             columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
             rows_at = x + pairs // rows.top_k * x_stride
-            scales_at = scale_places(scales, pairs // rows.top_k, H, w)
-            acc = product(rows_at, scales_at, live, w, map, expert, first, columns, H, 0, H, BM, BN, BK, DTYPE, SWAP)
+            acc = product(
+                rows_at,
+                scales,
+                pairs // rows.top_k,
+                live,
+                w,
+                map,
+                expert,
+                first,
+                columns,
+                H,
+                0,
+                H,
+                BM,
+                BN,
+                BK,
+                DTYPE,
+                SWAP,
+            )
             if WEIGHTED:
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
             h = between(
@@ -331,11 +341,26 @@ def down_kernel(
             columns = first + tl.arange(0, BN)
             inside = columns < H
             rows_at = h + (start + tl.arange(0, BM)) * I
-            scales_at = scale_places(scales, start + tl.arange(0, BM), I, w)
             k_from = piece * piece_size
             k_to = tl.minimum(k_from + piece_size, I)
             acc = product(
-                rows_at, scales_at, live, w, map, expert, first, columns, I, k_from, k_to, BM, BN, BK, DTYPE, SWAP
+                rows_at,
+                scales,
+                start + tl.arange(0, BM),
+                live,
+                w,
+                map,
+                expert,
+                first,
+                columns,
+                I,
+                k_from,
+                k_to,
+                BM,
+                BN,
+                BK,
+                DTYPE,
+                SWAP,
             )
             if piece == 0:
                 acc = with_bias(acc, bias, bias_stride, expert, columns, inside)
