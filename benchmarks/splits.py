@@ -3,7 +3,7 @@
 python benchmarks/splits.py            a table, and benchmarks/results/<date>-splits.md and .json
 
 Rows of gate_up are the intermediate size, rows of down the hidden size, so cutting both projections of each expert is
-the split along the two; leaving experts whole is the split along blocks of tokens.
+the split along the two; leaving experts whole is the split along the blocks of rows that experts have.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CASES = (
     Case("1 token, 1 expert", (1,)),
     Case("1 token, 3 experts", (1, 1, 1)),
     Case("1 token, 8 experts", (1,) * 8),
-    Case("64 tokens, 1 hot expert", (64, *(2,) * 16)),
-    Case("256 tokens, balanced over 64", (32,) * 64),
-    Case("512 tokens, half on 1 of 33", (256, *(8,) * 32)),
+    Case("1 expert of 64 rows, 16 of 2", (64, *(2,) * 16)),
+    Case("64 experts of 32 rows", (32,) * 64),
+    Case("1 expert of 256 rows, 32 of 8", (256, *(8,) * 32)),
 )
 
 

@@ -35,7 +35,7 @@ inline std::vector<Range> cut(const Call& call, std::vector<Active>& active) {
         const int64_t asked = call.pieces ? call.pieces : (n * each + wanted - 1) / wanted;
         const int64_t pieces = std::clamp<int64_t>(asked, 1, std::max<int64_t>(n / 16, 1));
         for (int64_t i = 0; i < pieces; ++i) {
-            // Cut where a block of nibbles ends, so that no two threads write to one line.
+            // At multiples of the 16 rows that a tile takes.
             const int64_t first = i * n / pieces / 16 * 16, last = i + 1 == pieces ? n : (i + 1) * n / pieces / 16 * 16;
             if (first < last) ranges.push_back({static_cast<int32_t>(index), down, first, last}), a.num_ranges += !down;
         }

@@ -107,13 +107,14 @@ def test_experts_of_many_rows_in_tiles_and_of_few_without(isa, name, weight_on):
 @every_tiled_isa
 def test_two_formats_and_long_inputs(isa):
     """More rows than the workspace holds at once, of which some experts have few."""
-    sizes = problems.Sizes(6_000, 256, 256, 5, 2)
+    tokens = 66_000
+    sizes = problems.Sizes(tokens, 64, 64, 5, 2)
     first, last = (stored_weights(name, sizes, Activation()) for name in ("int8", "mxfp4"))
     weights = replace(first, down=last.down)
-    ids = torch.full((6_000, 2), 1)
-    ids[::2, 1], ids[[7, 3_000, 5_999], 0], ids[5, 1] = -1, 3, 4
-    routing = Routing(ids, torch.rand(6_000, 2))
-    x = torch.randn(6_000, 256).bfloat16()
+    ids = torch.full((tokens, 2), 1)
+    ids[::2, 1], ids[[7, 3_000, tokens - 1], 0], ids[5, 1] = -1, 3, 4
+    routing = Routing(ids, torch.rand(tokens, 2))
+    x = torch.randn(tokens, 64).bfloat16()
     assert_close(run(isa, x, routing, weights), reference.expert_mlp(x, routing, weights), torch.bfloat16)
 
 
@@ -126,3 +127,46 @@ def test_zero_points_larger_than_a_nibble(isa):
     weights = replace(weights, gate_up=gate_up)
     assert dequantize(gate_up).abs().max() > dequantize(weights.down).abs().max()
     check(isa, torch.randn(2, 128), Routing(torch.tensor([[0], [1]]), torch.ones(2, 1)), weights)
+
+
+@every_isa
+@pytest.mark.parametrize("name", SCALED)
+def test_rows_of_one_expert_are_alike_wherever_they_stand(isa, name):
+    """More rows than a block of tokens: those of the last one are no few."""
+    group = max(FORMATS[name].scaling.columns, 32)
+    sizes = problems.Sizes(97, 2 * group, group, 2, 1)
+    weights = stored_weights(name, sizes, Activation())
+    x, routing = (
+        torch.randn(1, 2 * group).expand(97, -1).contiguous(),
+        Routing(torch.ones(97, 1).long(), torch.ones(97, 1)),
+    )
+    y = run(isa, x, routing, weights)
+    assert bit_equal(y, y[:1].expand(97, -1))
+    for strategy in ("blockwise-1", "blockwise-3"):
+        assert bit_equal(run(isa, x, routing, weights, strategy), y)
+
+
+@every_isa
+@pytest.mark.parametrize("name", ["int8", "int4-g32", "int4-g32-zp", "mxfp4", "fp8-e4m3-b128"])
+def test_sums_of_large_numbers_that_scales_make_small(isa, name):
+    sizes = problems.Sizes(1, 128, 128, 2, 1)
+    weights = stored_weights(name, sizes, Activation("identity", gated=False), bias=False)
+    x = torch.zeros(1, 128)
+    x[0, 7] = 1e38
+    routing = Routing(torch.tensor([[1]]), torch.full((1, 1), 1e-6))
+    expected = reference.expert_mlp(x.double(), routing, weights)
+    assert expected.isfinite().all()
+    found = run(isa, x, routing, weights)
+    assert_close(found / 1e30, expected / 1e30, torch.float32)
+
+
+@every_isa
+def test_scales_far_apart(isa):
+    sizes = problems.Sizes(2, 64, 64, 2, 1)
+    weights = stored_weights("int8", sizes, Activation(), bias=False)
+    scales = weights.gate_up.scales
+    wide = torch.empty(*scales.shape[:-1], 5_000)
+    wide[..., :1] = scales
+    moved = replace(weights, gate_up=replace(weights.gate_up, scales=wide[..., :1]))
+    x, routing = torch.randn(2, 64), Routing(torch.tensor([[0], [1]]), torch.ones(2, 1))
+    assert bit_equal(run(isa, x, routing, moved), run(isa, x, routing, weights))
