@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 # Before torch starts its threads: workers of one machine that each take every core are slower than one thread each.
@@ -66,6 +67,14 @@ def restored_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_graphs() -> Iterator[None]:
+    """A function, of Transformers for one, is compiled only so many times in a process, whichever tests share it."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
