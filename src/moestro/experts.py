@@ -201,6 +201,7 @@ class Experts(nn.Module):
             assert tensor is not None
             probe = fn(tensor.new_empty(0))
             buffers[name] = fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+        self._built = None  # it holds tensors that may have moved away from where memory is short
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -156,13 +156,13 @@ def bandwidths(device: torch.device | str) -> dict[str, float]:
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     best = 0.0
     for n in (1024, 2048) if device.type == "cpu" else _DEVICE_SIDES:
-        a, b = (torch.full((n, n), 0.01, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn((n, n), device=device).mul_(0.01).to(dtype) for _ in range(2))
         best = max(best, 2 * n**3 / min(_timings(partial(torch.mm, a, b), device)))
     return best
 
 
 def _fp8_rate(n: int, device: torch.device) -> float:
-    a, b = (torch.full((n, n), 0.25, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    a, b = (torch.randn((n, n), device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
     product = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     return 2 * n**3 / min(_timings(product, device))

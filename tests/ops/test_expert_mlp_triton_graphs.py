@@ -162,3 +162,14 @@ def test_a_captured_call_is_replayed_with_other_ids(triton_device, num_tokens):
         ids.copy_(problems.routing(sizes, kind=kind).expert_ids)
         graph.replay()
         assert_close(y, reference.expert_mlp(x, routing, weights).bfloat16(), torch.bfloat16)
+
+
+def test_what_is_written_into_a_bias_of_any_stride_counts(triton_device):
+    x, routing, weights = case(triton_device)
+    wide = torch.randn(*weights.down_bias.shape, 2, device=triton_device)
+    weights = replace(weights, down_bias=wide[..., 0])
+    with torch.no_grad():
+        moestro.expert_mlp(x, routing, weights)
+        wide += 10
+        y = moestro.expert_mlp(x, routing, weights)
+    assert_close(y, reference.expert_mlp(x, routing, weights), torch.float32)

@@ -176,3 +176,9 @@ def test_modules_of_routers(triton_device):
             expected = router(x)
         assert torch.equal(routing.expert_ids, expected.expert_ids)
         assert_close(routing.routing_weights, expected.routing_weights.detach())
+
+
+def test_numbers_are_floats_however_they_are_written():
+    """An integer would be a constant of the kernel that is compiled first, and of those that reuse it."""
+    numbers = triton._numbers(Scoring(scale=2, logit_scale=1, epsilon=0), 0.0)
+    assert [type(n) for n in numbers] == [float] * len(numbers)

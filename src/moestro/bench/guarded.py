@@ -18,7 +18,8 @@ def failures() -> tuple[type[Exception], ...]:
 
     Among them are Triton's own errors, of kernels that do not compile or fit, where Triton is installed.
     """
-    known = (RuntimeError, ImportError, ValueError, TypeError, LookupError, OSError, AssertionError, UnsupportedError)
+    broken = (RuntimeError, LookupError, AssertionError, OSError)
+    known = (*broken, ImportError, AttributeError, ValueError, TypeError, UnsupportedError)
     try:
         errors: Any = importlib.import_module("triton.errors")
     except ImportError:

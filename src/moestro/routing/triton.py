@@ -73,7 +73,7 @@ def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | No
 def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
     """What the kernel is given, in its order."""
     power = float(scoring.renormalize)
-    return (
+    numbers = (
         scoring.logit_scale,
         scoring.logit_softcap or 1.0,
         scoring.tolerance,
@@ -83,6 +83,7 @@ def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
         scoring.floor,
         scoring.scale,
     )
+    return tuple(map(float, numbers))  # an integer would be compiled for its value
 
 
 @functools.lru_cache(maxsize=256)

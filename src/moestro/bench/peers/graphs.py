@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ def graphed(variant: Variant, module: Any = torch.cuda) -> Variant:
 
 
 def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
-    bind, pool = variant.prepare(layer), module.graph_pool_handle()
+    bind = variant.prepare(layer)
 
     def bind_graph(x: Tensor, routing: Routing) -> Call:
         if x.shape[0] > MOST_TOKENS:
@@ -38,7 +39,7 @@ def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
                 needs=f"at most {MOST_TOKENS}, beyond which the host is far ahead",
                 fix="Read the row without a graph.",
             )
-        return _captured(bind(x, routing), pool, module)
+        return _captured(bind(x, routing), module.graph_pool_handle(), module)
 
     return bind_graph
 
@@ -55,10 +56,14 @@ def _captured(call: Call, pool: object, module: Any) -> Call:
             call()
         stream.synchronize()
         graph.capture_begin(pool=pool)
+        captured = False
         try:
             output = call()
+            captured = True
         finally:
-            graph.capture_end()
+            # Of a capture that broke, the end says only that: what the call raised is worth more.
+            with contextlib.nullcontext() if captured else contextlib.suppress(RuntimeError):
+                graph.capture_end()
     module.current_stream().wait_stream(stream)
 
     def replay() -> Tensor:

@@ -1,7 +1,8 @@
 """The launches of expert_mlp, and what they keep of a layer from call to call.
 
-At most four: the order of rows (none where every pair is a block of its own), gate_up with the activation, down with
-the routing weights, and the sum over slots. Nothing is read back, grids depend on T, K and E alone, and so a CUDA graph
+The order of rows (none where every pair is a block of its own, two launches for many), gate_up with the activation,
+down with the routing weights, and the sum over slots; before each product one more where rows are rounded. Nothing is
+read back, grids depend on T, K and E alone, and so a CUDA graph
 can capture a call and replay it with other ids.
 """
 
@@ -114,7 +115,7 @@ def _kept(
         if len(of_layer) >= _MOST_KEPT:
             of_layer.clear()
         alike = (*key, _kind(weights), given[0].shape[1], given[0].device, dtype)
-        kept = of_layer[key] = _Kept(
+        kept = _Kept(
             how,
             lie,
             _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
@@ -122,6 +123,8 @@ def _kept(
             _launches(alike, weights, given),
             _roundings(weights),
         )
+        if all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias)):
+            of_layer[key] = kept  # of another bias it holds a copy, which does not see what is written later
     return kept
 
 

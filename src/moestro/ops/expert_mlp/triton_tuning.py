@@ -23,6 +23,8 @@ PAIRS_BETA = 4
 STEPPED_ROWS = 64
 """Rows of the highest tile where a scale meets the sum of each step: two sums for each result take registers."""
 
+_RESERVED = 1024
+"""Bytes of shared memory that CUDA keeps of each block's for itself, beside what the block may have."""
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 256
 """Of a multiprocessor, and of a thread as compiled tiles of many rows have them."""
 
@@ -171,7 +173,9 @@ def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
     """The same with as many programs as the device holds at once, each of which takes tile after tile."""
     fit_in = []
     for tile, bits in ((plan.gate_up, problem.bits[0]), (plan.down, problem.bits[1])):
-        by_memory = device.shared_memory // shared_bytes(tile, plan.rows, problem.itemsize, bits)
+        by_memory = (device.shared_memory + _RESERVED) // (
+            shared_bytes(tile, plan.rows, problem.itemsize, bits) + _RESERVED
+        )
         fit_in.append(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)))
     return replace(plan, programs=device.num_sms * max(min(fit_in), 1), wide=False)
 
