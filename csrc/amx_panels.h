@@ -150,7 +150,7 @@ template <Element E, Scaled S> struct Decoder {
     // 32 columns; `at` is where their scale is.
     MOESTRO_INLINE __m512i block(const uint8_t* bytes, int j, int64_t at) const {
         __m512i index = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * j)));
-        // The same shifts on one port or another: a look-up takes both, a subtraction that saturates that of `srlv`.
+        // The same shifts, on one port or another: where there is no subtraction, which has that of `srlv`, in turns.
         index = S == Scaled::exponent || j % 2 ? _mm512_multishift_epi64_epi8(offsets, index) : _mm512_srlv_epi16(index, shifts);
         if constexpr (E == Element::u4) index = _mm512_sub_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), _mm512_set1_epi32(static_cast<int>(p.words[at])));
         if constexpr (E == Element::u4 && S == Scaled::element) return converted(index);

@@ -1,5 +1,5 @@
 // Few tokens and packed weights: elements are multiplied as they are stored, and the sum of each group by its scale, so a
-// scale costs one multiplication a group. Included by kernels.h, whose other ways multiply scales into elements.
+// scale costs one multiplication a group. Included at the end of kernels.h, whose other ways multiply scales into elements.
 #pragma once
 
 namespace MOESTRO_ISA {

@@ -221,9 +221,9 @@ template <Element E, int M> struct Table {
     }
 };
 
-}  // namespace MOESTRO_ISA
-#include "few_tokens.h"
-namespace MOESTRO_ISA {
+// In few_tokens.h.
+template <Element E>
+static void few_tokens(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out);
 
 // Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them at column 0.
 template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
@@ -353,3 +353,5 @@ static void four_rows(const FourRows& rows, const float* const* x, int64_t m, fl
 }
 
 }  // namespace MOESTRO_ISA
+
+#include "few_tokens.h"

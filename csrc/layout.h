@@ -52,6 +52,19 @@ private:
     int64_t size_ = 0;
 };
 
+// What each thread keeps for the calls of one kind: `arena` for a call, `scratch` for the thread's own part of it.
+template <class Owner> struct Workspace {
+    static Arena& arena() {
+        static thread_local Arena own;
+        return own;
+    }
+    static Arena& scratch() {
+        static thread_local Arena own;
+        return own;
+    }
+    static void release() { arena().trim(), scratch().trim(); }
+};
+
 // Where column k of a vector lies for the weights that it meets, as kernels.h walks them.
 struct Layout {
     bool nibbles;

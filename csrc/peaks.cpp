@@ -10,9 +10,8 @@
 
 #include "team.h"
 
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(MOESTRO_AMX)
+#include "tiles_allowed.h"
 #endif
 
 namespace moestro {
@@ -73,16 +72,7 @@ struct alignas(64) Tiles {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-bool may_use_tiles() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-    return granted;
-#else
-    return false;
-#endif
-}
-bool has_tiles(int bit) { return cpuid(0, 0).a >= 7 && (cpuid(7, 0).d >> 24 & 1) && (cpuid(7, 0).d >> bit & 1) && may_use_tiles(); }
+bool has_tiles(int bit) { return cpuid(0, 0).a >= 7 && (cpuid(7, 0).d >> 24 & 1) && (cpuid(7, 0).d >> bit & 1) && tiles_allowed(); }
 bool has_amx_bf16() { return has_tiles(22); }
 bool has_amx_int8() { return has_tiles(25); }
 

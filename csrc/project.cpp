@@ -17,7 +17,7 @@ constexpr int64_t kSegment = 64;    // outputs that are written at a time
 constexpr int64_t kRangeBytes = 128 << 10;
 constexpr int64_t kWorkspaceBytes = 64 << 20;
 
-class Project {
+class Project : public Workspace<Project> {
 public:
     Project(const Isa& isa, const ProjectionCall& call, int64_t first, int64_t n)
         : isa_(isa), call_(call), first_(first), n_(n), layout_(call.weights.element, call.weights.columns, isa.lanes) {
@@ -38,17 +38,7 @@ public:
         run_team(threads, [&](int, int) { take_ranges(); });
     }
 
-    static void release() { arena().trim(), scratch().trim(); }
-
 private:
-    static Arena& arena() {
-        static thread_local Arena own;
-        return own;
-    }
-    static Arena& scratch() {
-        static thread_local Arena own;
-        return own;
-    }
 
     int64_t num_tiles() const { return (n_ + 15) / 16; }
     const uint8_t* row(int64_t t) const {

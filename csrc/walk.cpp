@@ -31,7 +31,7 @@ constexpr int64_t kRoundedAtOnce = 8;      // rows of h
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
 constexpr int64_t kAheadBytes = 8 << 10;       // of weights are fetched before they are read
 
-class Walk {
+class Walk : public Workspace<Walk> {
 public:
     Walk(const Isa& isa, const Call& call, int64_t first_token, int64_t num_tokens)
         : isa_(isa), rounded_(call.rounded ? isa.rounded : nullptr), call_(call), first_token_(first_token), num_tokens_(num_tokens),
@@ -60,17 +60,7 @@ public:
         });
     }
 
-    static void release() { arena().trim(), scratch().trim(); }
-
 private:
-    static Arena& arena() {
-        static thread_local Arena own;
-        return own;
-    }
-    static Arena& scratch() {
-        static thread_local Arena own;
-        return own;
-    }
 
     template <class Body> static void share(int thread, int threads, int64_t n, Body body) {
         for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) body(i);

@@ -8,11 +8,7 @@
 #include "../vec_avx512.h"
 #include "../epilogue.h"
 #include "../amx_panels.h"
-
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "../tiles_allowed.h"
 
 namespace MOESTRO_ISA {
 
@@ -354,16 +350,6 @@ static int64_t fewest_rows(const moestro::Projection& p) {
     }
 }
 
-static bool allowed() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-    return granted;
-#else
-    return false;
-#endif
-}
-
 // A virtual machine is left and entered again for cpuid, which takes microseconds: once.
 static bool found() {
     __builtin_cpu_init();
@@ -373,7 +359,7 @@ static bool found() {
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    return vectors && amx && allowed();
+    return vectors && amx && tiles_allowed();
 }
 static bool runs_here() {
     static const bool runs = found();

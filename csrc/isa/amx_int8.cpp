@@ -8,11 +8,7 @@
 #include "../bytes_avx512.h"
 #include "../epilogue.h"
 #include "../int8.h"
-
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "../tiles_allowed.h"
 
 namespace MOESTRO_ISA {
 
@@ -412,16 +408,6 @@ static int64_t many_scratch(int64_t columns) {
     return 3 * room + padded / 16 + 64 + kManyRows * padded / 4;
 }
 
-static bool allowed() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-    return granted;
-#else
-    return false;
-#endif
-}
-
 static bool runs_here() {
     __builtin_cpu_init();
     const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -429,7 +415,7 @@ static bool runs_here() {
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     const bool amx = (d >> 24 & 1) && (d >> 25 & 1);  // AMX-TILE, AMX-INT8
-    static const bool runs = vectors && amx && allowed();
+    static const bool runs = vectors && amx && tiles_allowed();
     return runs;
 }
 
@@ -439,6 +425,6 @@ static const moestro::RoundedOps kRoundedMany = {rounded_floats, round_row, roun
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8 and AVX-512 VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens, 
+extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8 and AVX-512 VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRoundedMany};
 }  // namespace moestro

@@ -10,6 +10,6 @@ static bool runs_here() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
-extern const Isa kAvx512Vnni = {"avx512-vnni", "AVX-512 F, BW, DQ, VL and VNNI", runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens, 
+extern const Isa kAvx512Vnni = {"avx512-vnni", "AVX-512 F, BW, DQ, VL and VNNI", runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
                                 MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded};
 }  // namespace moestro

@@ -8,7 +8,7 @@ from moestro.bench import timing
 from moestro.bench.timing import Ratio, alternate, ratio
 
 
-def trace(costs: dict[str, float], num_inputs: int, seconds: float, lead_in: bool = False):
+def trace(costs: dict[str, float], num_inputs: int, seconds: float):
     """Run `alternate` on a fake clock; returns the calls in order as (variant, input), and the times."""
     called: list[tuple[str, int]] = []
 
@@ -18,7 +18,7 @@ def trace(costs: dict[str, float], num_inputs: int, seconds: float, lead_in: boo
     def make(name, i):
         return lambda: called.append((name, i)) or costs[name]
 
-    times = alternate({n: [make(n, i) for i in range(num_inputs)] for n in costs}, seconds, timer, lead_in)
+    times = alternate({n: [make(n, i) for i in range(num_inputs)] for n in costs}, seconds, timer)
     return called, times
 
 
@@ -50,18 +50,6 @@ def test_every_variant_meets_every_input(num_variants: int, num_inputs: int) -> 
     if num_inputs > num_variants:
         for (_, first), (_, second) in itertools.pairwise(called):
             assert first != second
-
-
-def test_a_short_call_follows_the_one_of_the_round_before() -> None:
-    short, long = timing.LEAD_IN_SECONDS / 2, timing.LEAD_IN_SECONDS
-    called, times = trace({"short": short, "long": long}, 4, seconds=5 * long, lead_in=True)
-    inputs = [i for name, i in called if name == "short"]
-    counted = [inputs[0], *inputs[2::2]]
-    assert len(times["short"]) == len(counted)
-    assert inputs[1::2] == counted[:-1]
-    assert sum(name == "long" for name, _ in called) == len(times["long"]) == 5
-    plain, _ = trace({"short": short, "long": long}, 4, seconds=5 * long)
-    assert [i for name, i in plain if name == "short"] == counted
 
 
 def test_nothing_to_time() -> None:

@@ -170,3 +170,18 @@ def test_scales_far_apart(isa):
     moved = replace(weights, gate_up=replace(weights.gate_up, scales=wide[..., :1]))
     x, routing = torch.randn(2, 64), Routing(torch.tensor([[0], [1]]), torch.ones(2, 1))
     assert bit_equal(run(isa, x, routing, moved), run(isa, x, routing, weights))
+
+
+@pytest.mark.parametrize("isa", RUNNING + TILED, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", ["int8", "fp8-e4m3-b128", "mxfp4", "int4-g32"])
+def test_one_row_is_computed_another_way_than_with_the_same_bits_for_all(isa, name):
+    """Otherwise nothing in this file tests what it says; dense weights have one way."""
+    sizes = problems.Sizes(1, 256, 256, 2, 1)
+    x, routing = torch.randn(1, 256).bfloat16().float(), Routing(torch.tensor([[1]]), torch.ones(1, 1))
+    x = x.bfloat16() if isa.multiplies_bfloat16 else x
+    for form in (name, "bfloat16"):
+        weights = stored_weights(form, sizes, Activation())
+        fastest = run(isa, x, routing, weights)
+        torch.use_deterministic_algorithms(True)
+        assert bit_equal(run(isa, x, routing, weights), fastest) == (form == "bfloat16"), form
+        torch.use_deterministic_algorithms(False)

@@ -13,6 +13,7 @@ import moestro
 from moestro.errors import InvalidInputError
 from moestro.ops import native
 from moestro.routing import PRESETS, GroupLimit, GroupLimitedRouter, Scoring, TopKRouter, cpu, route
+from routing.refused import REFUSED
 from tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=str(native.problem))
@@ -87,16 +88,7 @@ def test_many_tokens_on_several_threads_and_rows_apart():
     check(odd[100:].view(-1, 100), 7, "softmax", odd[:100])
 
 
-@pytest.mark.parametrize(
-    ("logits", "scoring", "correction", "text"),
-    [
-        (torch.tensor([[0.0, torch.nan]]), "softmax", None, r"a logit of nan \(token 0, expert 1\)"),
-        (torch.tensor([[0.0, 1.0], [torch.inf, 1.0]]), "softmax-topk", None, r"a logit of inf \(token 1, expert 0\)"),
-        (torch.tensor([[torch.nan, torch.inf]]), "sigmoid", None, "a logit of nan"),
-        (torch.zeros(1, 2), "sigmoid", torch.tensor([0.0, torch.nan]), "NaN or infinity in the correction bias"),
-        (torch.full((1, 2), 3e38), replace(Scoring(), logit_scale=9.0), None, "NaN among scores"),
-    ],
-)
+@pytest.mark.parametrize(("logits", "scoring", "correction", "text"), REFUSED)
 def test_what_no_router_takes_is_the_same_error(logits, scoring, correction, text):
     assert in_engine(logits, 1, scoring, correction) is None
     with pytest.raises(InvalidInputError, match=text):

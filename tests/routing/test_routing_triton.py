@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import moestro
 from moestro.errors import InvalidInputError
 from moestro.routing import PRESETS, GroupLimit, GroupLimitedRouter, Scoring, TopKRouter, route, triton
+from routing.refused import REFUSED
 from tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -124,16 +125,7 @@ def test_rows_apart():
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="an assertion on the device ends its use in this process")
-@pytest.mark.parametrize(
-    ("logits", "scoring", "correction", "text"),
-    [
-        (torch.tensor([[0.0, torch.nan]]), "softmax", None, r"a logit of nan \(token 0, expert 1\)"),
-        (torch.tensor([[0.0, 1.0], [torch.inf, 1.0]]), "softmax-topk", None, r"a logit of inf \(token 1, expert 0\)"),
-        (torch.tensor([[torch.nan, torch.inf]]), "sigmoid", None, "a logit of nan"),
-        (torch.zeros(1, 2), "sigmoid", torch.tensor([0.0, torch.nan]), "NaN or infinity in the correction bias"),
-        (torch.full((1, 2), 3e38), replace(Scoring(), logit_scale=9.0), None, "NaN among scores"),
-    ],
-)
+@pytest.mark.parametrize(("logits", "scoring", "correction", "text"), REFUSED)
 def test_what_no_router_takes_is_an_error(logits, scoring, correction, text):
     assert in_kernel(logits, 1, scoring, correction) is None
     with moestro.use(implementation="triton"), pytest.raises(InvalidInputError, match=text):

@@ -27,7 +27,7 @@ GRAPHED = ("grouped_mm", "torch-grouped_mm")
 """Peers that are also timed as graphs: eager waits for the device, and batched_mm would hold its copies of weights."""
 SECONDS = 0.15
 BUDGET = 420.0
-"""Seconds of a whole run: below eight minutes with what stands before and after it."""
+"""Seconds of a whole run, which is to stay below eight minutes with what stands before and after it."""
 
 LARGE_BYTES = 1e8
 PREFILL_TOKENS = 4096

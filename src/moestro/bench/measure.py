@@ -439,7 +439,7 @@ def _run_point(point: _Point, bound: dict[str, Bind], refused: dict[str, str]) -
         for name, (status, _) in verdicts.items()
         if status == "ok"
     }
-    times = alternate(calls, share, timer(point.layer), lead_in=point.layer.device.type == "cpu")
+    times = alternate(calls, share, timer(point.layer))
     for name, reason in failed.items():
         verdicts[name] = ("skipped", reason)
         del times[name]

@@ -17,8 +17,6 @@ FEWEST_SLOW_SAMPLES = 3
 SLOW_ROUND_SECONDS = 20.0
 """From here on a round of all variants takes so long that `FEWEST_SLOW_SAMPLES` have to do."""
 MOST_SAMPLES = 200
-LEAD_IN_SECONDS = 0.05
-"""Up to here a call suffers from what stood before it: caches, page tables, threads of others that still spin."""
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
@@ -112,9 +110,7 @@ class Budget:
         return None if remaining <= 0 else min(most, remaining / left / max(num_variants, 1))
 
 
-def alternate(
-    variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer, lead_in: bool = False
-) -> dict[str, list[float]]:
+def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer) -> dict[str, list[float]]:
     """Time variants round-robin, in reversed order on odd rounds.
 
     Each variant brings one call per input. Consecutive calls, whoever makes them, take different inputs, and over
@@ -125,12 +121,9 @@ def alternate(
         variants: name -> its calls, as many for each.
         seconds: time that each variant may spend.
         timer: runs a call and returns its seconds.
-        lead_in: from the second round on a call shorter than `LEAD_IN_SECONDS` follows one of its own variant, with
-            the input of the round before, that is not counted: as in a model that decodes, whose layers all do the
-            same. No other input comes into a cache by it.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
-    active, last = list(variants), dict[str, Call]()
+    active = list(variants)
     num_inputs = min((len(calls) for calls in variants.values()), default=0)
     turn = round_number = 0
     fewest = FEWEST_SAMPLES
@@ -142,11 +135,8 @@ def alternate(
             # With an even number of variants the reversed order would meet the same half of the inputs again.
             skip = 1 - len(active) % 2
             for place, name in enumerate(order):
-                at = turn + place + skip * (round_number % 2)
-                if lead_in and times[name] and times[name][-1] < LEAD_IN_SECONDS:
-                    timer(last[name])
-                last[name] = variants[name][at % num_inputs]
-                times[name].append(timer(last[name]))
+                call = variants[name][(turn + place + skip * (round_number % 2)) % num_inputs]
+                times[name].append(timer(call))
             turn += _stride(len(active) + skip, num_inputs)
             round_number += 1
             if round_number == 1:

@@ -54,7 +54,8 @@ def load(
             activation, or a format that cannot store the experts' shapes; a dtype that no weights can have, or a device
             that is not there; weights that are no safetensors files; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, an
-            activation of int8 for experts that are no integers, or projections where no linear module has 16 bits.
+            activation of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
+            projections where no linear module has 16 bits.
     """
     wanted = _asked(format, activation, projections)
     place = None if device is None else find_device(device, OPERATION)
