@@ -4,7 +4,7 @@ python benchmarks/run.py                          every named layer at every poi
 python benchmarks/run.py --layers olmoe,mixtral   those
 python benchmarks/run.py --formats int8,mxfp4     on quantised weights, against peers of as many bits
 python benchmarks/run.py --op topk                one operation, or all of them with --op all
-python benchmarks/run.py --gpu --all              on the CUDA device: every layer, format and peer, in a budget of seven minutes
+python benchmarks/run.py --gpu --all              on the CUDA device: layers, formats, peers, in seven minutes
 python benchmarks/run.py --gpu --layers mixtral   on it, those layers
 """
 
