@@ -53,9 +53,10 @@ def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strateg
 
 @functools.cache
 def stored_weights(name: str, sizes: problems.Sizes, activation: Activation, bias: bool = True) -> ExpertWeights:
-    """Random experts in a format; made once, so nobody may write to them."""
-    torch.manual_seed(sizes.hidden_size)
-    return problems.weights(sizes, activation, torch.float32, bias=bias).quantize(name)
+    """Random experts in a format; made once, so nobody may write to them, and whether they were there changes nothing."""
+    with torch.random.fork_rng():
+        torch.manual_seed(sizes.hidden_size)
+        return problems.weights(sizes, activation, torch.float32, bias=bias).quantize(name)
 
 
 def output(*arguments: str, timeout: int = 120) -> str:
