@@ -53,7 +53,7 @@ def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strateg
 
 @functools.cache
 def stored_weights(name: str, sizes: problems.Sizes, activation: Activation, bias: bool = True) -> ExpertWeights:
-    """Random experts in a format; made once, so nobody may write to them, and whether they were there changes nothing."""
+    """Random experts in a format, made once: nobody may write to them. What a test draws next does not depend on it."""
     with torch.random.fork_rng():
         torch.manual_seed(sizes.hidden_size)
         return problems.weights(sizes, activation, torch.float32, bias=bias).quantize(name)
