@@ -203,6 +203,7 @@ struct Isa {
     void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
     const TileOps* tiles;  // null, or what replaces four_rows where it pays; then x is bfloat16, and both projections are or are packed
     const RoundedOps* rounded = nullptr;  // null where it has none; four_rows is null where it has nothing else
+    const RoundedOps* pairs = nullptr;    // for few rows of 16 bits and weights that are integers: pairs of rows of 8
 };
 
 // Four rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.

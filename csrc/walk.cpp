@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -33,8 +34,9 @@ constexpr int64_t kAheadBytes = 8 << 10;       // of weights are fetched before 
 
 class Walk : public Workspace<Walk> {
 public:
-    Walk(const Isa& isa, const Call& call, int64_t first_token, int64_t num_tokens)
-        : isa_(isa), rounded_(call.rounded ? isa.rounded : nullptr), call_(call), first_token_(first_token), num_tokens_(num_tokens),
+    // `rounded` is what rows are rounded by before each product; null: they stay floats.
+    Walk(const Isa& isa, const Call& call, const RoundedOps* rounded, int64_t first_token, int64_t num_tokens)
+        : isa_(isa), rounded_(rounded), call_(call), first_token_(first_token), num_tokens_(num_tokens),
           x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
           h_layout_(call.down.element, call.intermediate_size, isa.lanes),
           token_block_(std::clamp<int64_t>(call.token_block, 1, kTokenBlock)), rows_(call, first_token, num_tokens, fewest_tiled()), ranges_(cut(call, rows_.active)) {
@@ -42,25 +44,30 @@ public:
         lay_out();
     }
 
-    void run() {
+    // False, and nothing is computed, where rows that were to be pairs are not finite.
+    bool run() {
         const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
         const int64_t prepared = rows_.num_tiles + num_x_rows();
         if (small) {
             for (int64_t i = 0; i < prepared; ++i) prepare(i);
+            if (must_stay_floats()) return false;
             run_team(call_.num_threads, [&](int, int) { take_ranges(); });
             for (int64_t t = 0; t < num_tokens_; ++t) combine(t);
-            return;
+            return true;
         }
         run_team(call_.num_threads, [&](int thread, int threads) {
             share(thread, threads, prepared, [&](int64_t i) { prepare(i); });
         });
+        if (must_stay_floats()) return false;
         run_team(call_.num_threads, [&](int, int) { take_ranges(); });
         run_team(call_.num_threads, [&](int thread, int threads) {
             share(thread, threads, num_tokens_, [&](int64_t t) { combine(t); });
         });
+        return true;
     }
 
 private:
+    bool must_stay_floats() const { return !call_.rounded && has_no_scale_.load(std::memory_order_relaxed); }
 
     template <class Body> static void share(int thread, int threads, int64_t n, Body body) {
         for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) body(i);
@@ -152,6 +159,7 @@ private:
             float* row = scratch().reserve(call_.hidden_size);
             isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, row);
             rounded_->round_row(call_.gate_up.element, call_.hidden_size, call_.gate_up.group_columns, row, to);
+            if (std::isnan(*to)) has_no_scale_.store(true, std::memory_order_relaxed);
             return;
         }
         if (!x_layout_.nibbles) {
@@ -246,7 +254,7 @@ private:
         const Active& active = rows_.active[expert];
         Progress& progress = progress_[expert];
         wait_for(progress.ranges, active.num_ranges);
-        if (!rounded_) return;
+        if (!rounded_ || active.tiled) return;
         while (true) {
             const int64_t first = progress.taken.fetch_add(kRoundedAtOnce, std::memory_order_relaxed);
             const int64_t last = std::min(first + kRoundedAtOnce, active.num_rows);
@@ -454,22 +462,34 @@ private:
     float *x_tiles_ = nullptr, *h_tiles_ = nullptr;  // words
     std::vector<bool> wanted_;  // of x's rows where some experts take tiles
     float* wide_h_ = nullptr;  // of rows that are to be rounded
+    std::atomic<bool> has_no_scale_{false};  // one of those
 };
+
+bool takes_integers(const Projection& p) {
+    return (is_nibble(p.element) || (p.element == Element::i8 && p.group_columns == 0)) && p.columns <= kMostRoundedColumns;
+}
+// What the rows of a call are rounded by, as asked or, where they have 16 bits, because it is faster; null: by nothing.
+const RoundedOps* rounding(const Isa& isa, const Call& call) {
+    if (call.rounded) return isa.rounded;
+    const bool can = call.x.dtype != Element::f32 && takes_integers(call.gate_up) && takes_integers(call.down);
+    return can && !call.same_bits ? isa.pairs : nullptr;
+}
 
 }  // namespace
 
 void expert_mlp(const Isa& isa, const Call& call) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
     const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
-    const int64_t h_floats = call.intermediate_size * (call.rounded ? 2 : 1) + 96;
-    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * (call.hidden_size + 128));
+    const RoundedOps* rounded = rounding(isa, call);
+    const int64_t h_floats = call.intermediate_size * (!rounded ? 1 : call.rounded ? 2 : 3) + 96, x_floats = call.hidden_size * (rounded && !call.rounded ? 2 : 1) + 128;
+    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * x_floats);
     const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
     const struct Release {
         ~Release() { Walk::release(); }
     } release;
     for (int64_t t = 0; t < call.num_tokens; t += most) {
-        Walk walk(isa, call, t, std::min(most, call.num_tokens - t));
-        walk.run();
+        const int64_t n = std::min(most, call.num_tokens - t);
+        if (!Walk(isa, call, rounded, t, n).run()) Walk(isa, call, nullptr, t, n).run();
     }
 }
 

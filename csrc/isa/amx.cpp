@@ -355,7 +355,8 @@ static bool found() {
     __builtin_cpu_init();
     const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+                         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                         __builtin_cpu_supports("avx512vnni");
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
@@ -369,7 +370,8 @@ static bool runs_here() {
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
+extern const RoundedOps kPairsOfVnni;
 static const TileOps kTileOps = {MOESTRO_ISA::fewest_rows, MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
-extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16 and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
-                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr};
+extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16, VBMI and VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
+                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr, &kPairsOfVnni};
 }  // namespace moestro
