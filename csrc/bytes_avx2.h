@@ -7,6 +7,7 @@ namespace MOESTRO_ISA {
 
 constexpr int kTileTokens = 2;  // 4 * 2 sums, 4 vectors of weights and a token's in 16 registers
 constexpr int kUnitTokens = 1;
+constexpr int kFewUnitTokens = 4;  // of one that decodes its weights in registers
 
 inline I load_bytes(const void* p) { return {_mm256_loadu_si256(static_cast<const __m256i*>(p))}; }
 inline void store_bytes(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.v); }
@@ -18,7 +19,8 @@ inline I operator-(I a, I b) { return {_mm256_sub_epi32(a.v, b.v)}; }
 inline I upper_nibbles(I a) { return {_mm256_srli_epi16(a.v, 4)}; }
 struct Bytes { __m256i table; };
 inline Bytes bytes_table(const uint8_t* sixteen) { return {_mm256_broadcastsi128_si256(sixteen_bytes(sixteen))}; }
-inline I look_up(Bytes bytes, I index) { return {_mm256_shuffle_epi8(bytes.table, index.v)}; }
+constexpr bool kOneStepLookUp = false;
+inline I look_up(Bytes bytes, I nibbles) { return {_mm256_shuffle_epi8(bytes.table, (nibbles & every_byte(15)).v)}; }
 
 inline void transpose_lanes(I* r) {
     const __m256i a = _mm256_unpacklo_epi32(r[0].v, r[1].v), b = _mm256_unpackhi_epi32(r[0].v, r[1].v);

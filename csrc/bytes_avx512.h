@@ -7,6 +7,7 @@ namespace MOESTRO_ISA {
 
 constexpr int kTileTokens = 6;  // 4 * 6 sums, 4 vectors of weights and a token's in 32 registers
 constexpr int kUnitTokens = 3;
+constexpr int kFewUnitTokens = 4;  // of one that decodes its weights in registers
 
 inline I load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_bytes(void* p, I a) { _mm512_storeu_si512(p, a.v); }
@@ -18,7 +19,14 @@ inline I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline I upper_nibbles(I a) { return {_mm512_srli_epi16(a.v, 4)}; }  // beside them, what has to be masked
 struct Bytes { __m512i table; };
 inline Bytes bytes_table(const uint8_t* sixteen) { return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen)))}; }
-inline I look_up(Bytes bytes, I index) { return {_mm512_shuffle_epi8(bytes.table, index.v)}; }  // of 0 to 15
+// By the lower four bits of each byte, whatever stands above them.
+#if defined(__AVX512VBMI__)
+constexpr bool kOneStepLookUp = true;
+inline I look_up(Bytes bytes, I nibbles) { return {_mm512_permutexvar_epi8(nibbles.v, bytes.table)}; }
+#else
+constexpr bool kOneStepLookUp = false;
+inline I look_up(Bytes bytes, I nibbles) { return {_mm512_shuffle_epi8(bytes.table, (nibbles & every_byte(15)).v)}; }
+#endif
 
 // Of four vectors, in each 128-bit lane: the first integers of all, the second, the third, the fourth.
 inline void transpose_lanes(I* r) {

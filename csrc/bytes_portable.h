@@ -8,6 +8,7 @@ namespace MOESTRO_ISA {
 
 constexpr int kTileTokens = 2;
 constexpr int kUnitTokens = 1;
+constexpr int kFewUnitTokens = 4;  // of one that decodes its weights in registers
 
 template <class Make> inline I each_byte(Make make) {
     uint8_t bytes[4 * W];
@@ -47,9 +48,10 @@ inline Bytes bytes_table(const uint8_t* sixteen) {
     std::memcpy(bytes.table, sixteen, 16);
     return bytes;
 }
-inline I look_up(const Bytes& bytes, I index) {
-    const ByteView at(index);
-    return each_byte([&](int i) { return bytes.table[at.v[i]]; });
+constexpr bool kOneStepLookUp = false;
+inline I look_up(const Bytes& bytes, I nibbles) {
+    const ByteView at(nibbles);
+    return each_byte([&](int i) { return bytes.table[at.v[i] & 15]; });
 }
 
 inline void transpose_lanes(I* r) {

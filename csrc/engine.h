@@ -143,8 +143,8 @@ struct TileRows {
 // An instruction set that multiplies tiles: up to 16 tokens stand together, their columns in pairs, as the words
 // [block of 32 columns][pair][token]. Columns that meet nibbles are in the order of amx_panels.h.
 struct TileOps {
-    // Rows of tokens that an expert must have for tiles to be faster than what the set has for rows.
-    int64_t (*fewest_rows)(const Projection& weights);
+    // Rows of tokens that an expert must have for tiles to be faster than what the set has for rows, or for pairs of them.
+    int64_t (*fewest_rows)(const Projection& weights, bool pairs);
     void (*begin)();  // on each thread, before products and after them
     void (*end)();
     // `rows` are 16 tokens of bfloat16, null for none; from `width` on there are none.

@@ -13,7 +13,6 @@ namespace MOESTRO_ISA {
 
 constexpr int64_t kUnits = 32 * W;      // columns of a block of nibbles
 constexpr int64_t kVectorBytes = 4 * W;
-using moestro::kFewTokens;              // of a tile that decodes its weights in registers
 
 // A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of its
 // units, of every part of every block. Sums stand there times minus what codes are larger by than their values.
@@ -118,21 +117,24 @@ struct Scales {
     int64_t group;
 };
 
+// What the lower nibble of each byte stands for, plus offset_of(E).
+template <Element E> MOESTRO_INLINE I code_of(I nibbles) {
+    constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // 12 + twice a value of e2m1
+    constexpr uint8_t kFromSigned[16] = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
+    if constexpr (E == Element::e2m1) return look_up(bytes_table(kTwice), nibbles);
+    if constexpr (E == Element::i4 && kOneStepLookUp) return look_up(bytes_table(kFromSigned), nibbles);
+    if constexpr (E == Element::i4) return (nibbles & every_byte(15)) ^ every_byte(8);
+    return nibbles & every_byte(15);
+}
+
 // Eight vectors of codes of one row's block.
 template <Element E> MOESTRO_INLINE void codes_of(const uint8_t* p, I* codes) {
-    constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // 12 + twice a value of e2m1
     I words[4] = {load_bytes(p), load_bytes(p + kVectorBytes), load_bytes(p + 2 * kVectorBytes), load_bytes(p + 3 * kVectorBytes)};
     transpose_lanes(words);
-    const I mask = every_byte(15);
-    const auto code = [&](I nibbles) {
-        if constexpr (E == Element::e2m1) return look_up(bytes_table(kTwice), nibbles & mask);
-        if constexpr (E == Element::i4) return (nibbles & mask) ^ every_byte(8);
-        if constexpr (E == Element::u4) return nibbles & mask;
-    };
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-        codes[2 * i] = code(words[i]);
-        codes[2 * i + 1] = code(upper_nibbles(words[i]));
+        codes[2 * i] = code_of<E>(words[i]);
+        codes[2 * i + 1] = code_of<E>(upper_nibbles(words[i]));
     }
 }
 
@@ -379,8 +381,8 @@ struct Prefetched {
 
 template <Element E, int Parts>
 static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out, float* scratch) {
-    if (m <= kFewTokens) {
-        static constexpr ByTokens<Few, kFewTokens, MakeFew<E, Parts>> kFew;
+    if (m <= kFewUnitTokens) {
+        static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<E, Parts>> kFew;
         return kFew.of[m](rows, scales, x, out);
     }
     Panel panel;

@@ -80,7 +80,7 @@ private:
     // Rows that one of them takes are multiplied by tiles from this many on.
     int64_t fewest_tiled() const {
         if (!isa_.tiles) return INT64_MAX;
-        return call_.same_bits ? 1 : std::max(isa_.tiles->fewest_rows(call_.gate_up), isa_.tiles->fewest_rows(call_.down));
+        return call_.same_bits ? 1 : std::max(isa_.tiles->fewest_rows(call_.gate_up, rounded_), isa_.tiles->fewest_rows(call_.down, rounded_));
     }
     int64_t num_plain_rows() const { return rows_.num_rows - rows_.first_plain; }
     int64_t num_x_rows() const {
@@ -238,13 +238,21 @@ private:
     const Projection& projection(const Range& range) const { return range.down ? call_.down : call_.gate_up; }
     int64_t expert(const Range& range) const { return rows_.active[range.expert].expert; }
 
-    // The `n` rows of weights that make up columns of h from i on (half of them gate's, where there is one), or rows of down.
+    // The columns of h, or rows of down, that step `i` of a range computes with `n` of them at a time. Those of four rows are
+    // spread over a chunk, so that each of the rows that are read together goes on where it ended the step before.
+    static void columns_from(const Range& range, int64_t i, int64_t n, int64_t* at) {
+        const int64_t chunk = range.first + (i - range.first) / kChunk * kChunk, stop = std::min(chunk + kChunk, range.last);
+        const int64_t apart = n > 4 ? 1 : (stop - chunk + n - 1) / n, first = n > 4 ? i : chunk + (i - chunk) / n;
+        for (int64_t j = 0; j < n; ++j) at[j] = first + j * apart;
+    }
+    // The `n` rows of weights of that step, of which half are gate's and half up's where h has both.
     void rows_from(const Range& range, int64_t i, int64_t n, int64_t* at) const {
         const Activation& act = call_.activation;
         const bool gated = !range.down && act.gated;
         const int64_t step = gated ? n / 2 : n, times = gated && act.interleaved ? 2 : 1, apart = times == 2 ? 1 : call_.intermediate_size;
+        columns_from(range, i, step, at);
         for (int64_t j = 0; j < step; ++j) {
-            at[j] = std::min(i + j, range.last - 1) * times;
+            at[j] = std::min(at[j], range.last - 1) * times;
             if (gated) at[step + j] = at[j] + apart;
         }
     }
@@ -351,11 +359,12 @@ private:
             const int64_t stop = std::min(c + kChunk, range.last);
             for (int64_t i = c; i < stop; i += step) {
                 multiply(all, reader, i, call_.gate_up_bias, m, sums, panel);
-                const int64_t n = std::min(step, stop - i);
-                for (int64_t t = 0; t < m; ++t)
-                    for (int64_t j = 0; j < n; ++j) {
-                        gate[t * kChunk + i - c + j] = sums[all.rows * t + j];
-                        if (act.gated) up[t * kChunk + i - c + j] = sums[all.rows * t + step + j];
+                int64_t at[kManyRows];
+                columns_from(range, i, step, at);
+                for (int64_t j = 0; j < step && at[j] < stop; ++j)
+                    for (int64_t t = 0; t < m; ++t) {
+                        gate[t * kChunk + at[j] - c] = sums[all.rows * t + j];
+                        if (act.gated) up[t * kChunk + at[j] - c] = sums[all.rows * t + step + j];
                     }
             }
             for (int64_t t = 0; t < m; ++t) {
@@ -374,9 +383,10 @@ private:
         const Products all = products(call_.down, active, h, m, sums);
         for (int64_t i = range.first; i < range.last; i += all.rows) {
             multiply(all, reader, i, call_.down_bias, m, sums, panel);
-            const int64_t n = std::min(all.rows, range.last - i);
-            for (int64_t t = 0; t < m; ++t)
-                for (int64_t j = 0; j < n; ++j) y_[(active.first_row + first + t) * y_stride_ + i + j] = sums[all.rows * t + j];
+            int64_t at[kManyRows];
+            columns_from(range, i, all.rows, at);
+            for (int64_t j = 0; j < all.rows && at[j] < range.last; ++j)
+                for (int64_t t = 0; t < m; ++t) y_[(active.first_row + first + t) * y_stride_ + at[j]] = sums[all.rows * t + j];
         }
     }
 

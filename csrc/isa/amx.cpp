@@ -339,13 +339,13 @@ static void down(const TileRows& w, const float* bias, const uint32_t* h, int64_
 }
 
 // Counted by timing both with every number of rows (docs/log.md).
-static int64_t fewest_rows(const moestro::Projection& p) {
+static int64_t fewest_rows(const moestro::Projection& p, bool pairs) {
     switch (p.element) {
         case Element::e4m3: return 3;
-        case Element::i8: return 5;
-        case Element::e2m1: return p.scale == moestro::Scale::e8m0 ? 2 : 5;
-        case Element::i4:
-        case Element::u4: return 4;
+        case Element::i8: return pairs ? 6 : 5;
+        case Element::e2m1: return p.scale == moestro::Scale::e8m0 ? (pairs ? 3 : 2) : (pairs ? 8 : 5);
+        case Element::i4: return pairs ? 6 : 4;
+        case Element::u4: return pairs ? 5 : 4;
         default: return 1;
     }
 }
@@ -370,8 +370,8 @@ static bool runs_here() {
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const RoundedOps kPairsOfVnni;
+extern const RoundedOps kPairs;
 static const TileOps kTileOps = {MOESTRO_ISA::fewest_rows, MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
 extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16, VBMI and VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
-                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr, &kPairsOfVnni};
+                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr, &kPairs};
 }  // namespace moestro

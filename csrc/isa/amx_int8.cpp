@@ -7,7 +7,7 @@
 #define MOESTRO_ISA moestro_amx_int8
 #include "../bytes_avx512.h"
 #include "../epilogue.h"
-#include "../int8.h"
+#include "../pairs.h"
 #include "../tiles_allowed.h"
 
 namespace MOESTRO_ISA {
@@ -123,10 +123,9 @@ struct ManyPanel {
 
 template <Element E> MOESTRO_INLINE I signed_nibbles(I nibbles) {
     constexpr int8_t kE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // twice the values
-    const I masked = nibbles & every_byte(15);
-    if constexpr (E == Element::u4) return masked;
-    if constexpr (E == Element::i4) return {_mm512_sub_epi8((masked ^ every_byte(8)).v, _mm512_set1_epi8(8))};
-    if constexpr (E == Element::e2m1) return look_up(bytes_table(reinterpret_cast<const uint8_t*>(kE2m1)), masked);
+    constexpr int8_t kI4[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    if constexpr (E == Element::u4) return nibbles & every_byte(15);
+    return look_up(bytes_table(reinterpret_cast<const uint8_t*>(E == Element::i4 ? kI4 : kE2m1)), nibbles);
 }
 
 // Row `at` of a panel. Lane 4 * q + j of VNNI's order is unit 4 * j + q of a block, which is 128-bit lane q of load j.
@@ -411,7 +410,7 @@ static int64_t many_scratch(int64_t columns) {
 static bool runs_here() {
     __builtin_cpu_init();
     const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     const bool amx = (d >> 24 & 1) && (d >> 25 & 1);  // AMX-TILE, AMX-INT8
@@ -425,6 +424,7 @@ static const moestro::RoundedOps kRoundedMany = {rounded_floats, round_row, roun
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8 and AVX-512 VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
+extern const RoundedOps kPairs = {MOESTRO_ISA::pair_floats, MOESTRO_ISA::round_pair, MOESTRO_ISA::pair_rows, MOESTRO_ISA::rounded_scratch};
+extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8, AVX-512 VNNI and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRoundedMany};
 }  // namespace moestro
