@@ -127,9 +127,8 @@ template <Element E> MOESTRO_INLINE I code_of(I nibbles) {
     return nibbles & every_byte(15);
 }
 
-// Eight vectors of codes of one row's block.
-template <Element E> MOESTRO_INLINE void codes_of(const uint8_t* p, I* codes) {
-    I words[4] = {load_bytes(p), load_bytes(p + kVectorBytes), load_bytes(p + 2 * kVectorBytes), load_bytes(p + 3 * kVectorBytes)};
+// Eight vectors of codes of the four stored ones of a row's block.
+template <Element E> MOESTRO_INLINE void codes_of(I* words, I* codes) {
     transpose_lanes(words);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
@@ -156,26 +155,28 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
     const int64_t columns = rows.columns;
     Units by[Parts];
     for (int p = 0; p < Parts; ++p) by[p] = units_of(scales.group, p);
-    int shift = 0;
-    while ((int64_t{1} << shift) < scales.group) ++shift;
+    const int shift = log2_of(scales.group);
     for (int64_t k = 0, block = 0; k < columns; k += kUnits, ++block) {
         const int64_t first = k >> shift;
         const bool whole = k + kUnits <= columns;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             const uint8_t* from = rows.data[r] + k / 2;
-            alignas(64) uint8_t padded[kUnits / 2];
+            I words[4], codes[8], zeros[Parts];
+            F s[Parts];
             if (whole) {
                 if (prefetching && rows.next[0])
                     for (int64_t line = 0; line < kUnits / 2; line += 64) prefetch(rows.next[r] + k / 2 + line);
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < 4; ++i) words[i] = load_bytes(from + i * kVectorBytes);
             } else {
-                for (int64_t i = 0, left = (columns - k) / 2; i < kUnits / 2; i += kVectorBytes, left -= kVectorBytes)
-                    store_bytes(padded + i, left >= kVectorBytes ? load_bytes(from + i) : left > 0 ? load_some_words(from + i, left) : zero_bytes());
-                from = padded;
+                const int64_t bytes = (columns - k) / 2;
+                for (int64_t line = 0; prefetching && rows.next[0] && line < bytes; line += 64) prefetch(rows.next[r] + k / 2 + line);
+#pragma GCC unroll 4
+                for (int64_t i = 0, left = bytes; i < 4; ++i, left -= kVectorBytes)
+                    words[i] = left >= kVectorBytes ? load_bytes(from + i * kVectorBytes) : left > 0 ? load_some_words(from + i * kVectorBytes, left) : zero_bytes();
             }
-            I codes[8], zeros[Parts];
-            F s[Parts];
-            codes_of<E>(from, codes);
+            codes_of<E>(words, codes);
 #pragma GCC unroll 2
             for (int p = 0; p < Parts; ++p) {
                 s[p] = of_part<Parts>(scales.scale[r] + first, by, p);

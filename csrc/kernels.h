@@ -16,6 +16,8 @@ using moestro::Scale;
 constexpr int kRows = 4;
 constexpr int64_t kBlock = 8 * W;  // columns of a block of nibbles
 
+// The least power of two that reaches n.
+inline int log2_of(int64_t n) { return n < 2 ? 0 : 64 - __builtin_clzll(static_cast<unsigned long long>(n - 1)); }
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 constexpr int bytes_of(Element e) { return e == Element::f32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1; }
 constexpr bool has_scale(Element e) { return e == Element::e4m3 || e == Element::i8; }
@@ -70,7 +72,9 @@ static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor
         case Scale::e8m0: read_scales_of<Scale::e8m0>(from, n, factor, to); break;
         default: read_scales_of<Scale::e4m3>(from, n, factor, to);
     }
-    for (int64_t i = n + W; i < room; ++i) to[i] = 0.0f;
+    int64_t i = n + W;
+    for (; i + W <= room; i += W) store(to + i, zero());
+    for (; i < room; ++i) to[i] = 0.0f;
 }
 static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) {
     int64_t i = 0;

@@ -109,11 +109,12 @@ private:
         const float* x[kBlock];
         for (int64_t r = 0; r < m; ++r) x[r] = p.x_ + (t + r) * p.layout_.stride();
         for (int64_t at = i; at < stop; at += 4) {
-            int64_t four[4];
-            for (int64_t j = 0; j < 4; ++j) four[j] = std::min(at + j, stop - 1);
-            FourRows rows = rows_of(p.call_.weights, 0, four);
+            Place four[4] = {};
+            for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(at + j, stop - 1);
+            FourRows rows;
+            take_rows(rows, p.call_.weights, 0, four);
             if (const int64_t then = reader.ahead(at, 4); then >= 0) {
-                for (int64_t j = 0; j < 4; ++j) four[j] = std::min(then + j, p.call_.weights.rows - 1);
+                for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(then + j, p.call_.weights.rows - 1);
                 follow(rows, p.call_.weights, 0, four);
             }
             p.isa_.four_rows(rows, x, m, sums, panel);

@@ -5,18 +5,19 @@
 #include <cstring>
 
 #include "engine.h"
+#include "places.h"
 
 namespace moestro {
 
 // The rows `at` of an expert's projection; none come next.
-inline void take_rows(FourRows& found, const Projection& p, int64_t expert, const int64_t* at) {
+inline void take_rows(FourRows& found, const Projection& p, int64_t expert, const Place* at) {
     found.element = p.element;
     found.scale = p.scale;
     found.columns = p.columns;
     found.group_columns = p.group_columns;
     Matrix m = p.matrix(expert, 0);
     for (int i = 0; i < 4; ++i) {
-        int64_t row = at[i];
+        int64_t row = at[i].row;
         if (p.num_blocks > 1) m = p.matrix_of(expert, row);
         const int64_t group = p.group_rows == 1 ? row : p.group_rows ? row / p.group_rows : 0;
         found.data[i] = m.data + row * p.row_stride;
@@ -28,8 +29,10 @@ inline void take_rows(FourRows& found, const Projection& p, int64_t expert, cons
     found.next[0] = nullptr;
 }
 inline FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at) {
+    Place places[4] = {};
+    for (int i = 0; i < 4; ++i) places[i].row = at[i];
     FourRows found;
-    take_rows(found, p, expert, at);
+    take_rows(found, p, expert, places);
     return found;
 }
 
@@ -40,11 +43,11 @@ inline const uint8_t* data_of(const Projection& p, int64_t expert, int64_t row) 
 }
 
 // Has the rows say that the rows `at` of an expert's projection come next, and fetches the scales of these.
-inline void follow(FourRows& rows, const Projection& p, int64_t expert, const int64_t* at) {
+inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Place* at) {
     Matrix m = p.matrix(expert, 0);
     const int64_t scale_bytes = p.group_rows == 1 ? p.num_groups() * p.scale_size() : 0;
     for (int i = 0; i < 4; ++i) {
-        int64_t row = at[i];
+        int64_t row = at[i].row;
         if (p.num_blocks > 1) m = p.matrix_of(expert, row);
         rows.next[i] = m.data + row * p.row_stride;
         for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(m.scales + row * p.scale_row_stride + b, 0, 2);

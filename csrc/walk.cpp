@@ -14,6 +14,7 @@
 
 #include "engine.h"
 #include "layout.h"
+#include "places.h"
 #include "ranges.h"
 #include "rows.h"
 #include "stored_rows.h"
@@ -27,7 +28,6 @@ namespace moestro {
 namespace {
 
 constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
-constexpr int64_t kChunk = 64;             // intermediate columns between activations
 constexpr int64_t kRoundedAtOnce = 8;      // rows of h
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
 constexpr int64_t kAheadBytes = 8 << 10;       // of weights are fetched before they are read
@@ -238,23 +238,17 @@ private:
     const Projection& projection(const Range& range) const { return range.down ? call_.down : call_.gate_up; }
     int64_t expert(const Range& range) const { return rows_.active[range.expert].expert; }
 
-    // The columns of h, or rows of down, that step `i` of a range computes with `n` of them at a time. Those of four rows are
-    // spread over a chunk, so that each of the rows that are read together goes on where it ended the step before.
-    static void columns_from(const Range& range, int64_t i, int64_t n, int64_t* at) {
-        const int64_t chunk = range.first + (i - range.first) / kChunk * kChunk, stop = std::min(chunk + kChunk, range.last);
-        const int64_t apart = n > 4 ? 1 : (stop - chunk + n - 1) / n, first = n > 4 ? i : chunk + (i - chunk) / n;
-        for (int64_t j = 0; j < n; ++j) at[j] = first + j * apart;
-    }
-    // The `n` rows of weights of that step, of which half are gate's and half up's where h has both.
-    void rows_from(const Range& range, int64_t i, int64_t n, int64_t* at) const {
+    // The chunk of a range that column `i` is in.
+    Chunk chunk_of(const Range& range, int64_t i) const {
         const Activation& act = call_.activation;
-        const bool gated = !range.down && act.gated;
-        const int64_t step = gated ? n / 2 : n, times = gated && act.interleaved ? 2 : 1, apart = times == 2 ? 1 : call_.intermediate_size;
-        columns_from(range, i, step, at);
-        for (int64_t j = 0; j < step; ++j) {
-            at[j] = std::min(at[j], range.last - 1) * times;
-            if (gated) at[step + j] = at[j] + apart;
-        }
+        const int64_t first = range.first + ((i - range.first) & -kChunk), columns = std::min(kChunk, range.last - first);
+        const bool both = !range.down && act.gated;
+        return {first, columns, both && act.interleaved, both && !act.interleaved ? call_.intermediate_size : 0};
+    }
+    // The rows of weights of the step that begins at column `i`.
+    template <int N> void places(const Range& range, int64_t i, Place* at) const {
+        const Chunk chunk = chunk_of(range, i);
+        moestro::places<N>(chunk, i - chunk.first, at);
     }
 
     // Rows of h are whole once all ranges of gate_up are done; whoever comes then rounds those that nobody has taken.
@@ -309,40 +303,38 @@ private:
         many()->pack(p.element, p.columns, p.group_columns, x, m, packed);
         return {p, expert, kManyRows, x, false, ahead(kManyRows), packed};
     }
-    // sums[t][i] of the rows `at` and m tokens.
-    void multiply(const Products& products, Reader& reader, int64_t column, const FloatArray& bias, int64_t m, float* sums, float* panel) const {
+    // sums[t][i] of the rows of the step that begins at a column, and m tokens; says which rows these are.
+    void multiply(const Products& products, Reader& reader, int64_t column, const FloatArray& bias, int64_t m, float* sums, float* panel, Place* at) const {
         if (!products.packed) {
             FourRows rows;
-            describe<4>(products, reader, column, &rows);
+            describe<4>(products, reader, column, at, &rows);
             (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, products.x, m, sums, panel);
         } else {
             FourRows rows[kManyRows / 4];
-            describe<kManyRows>(products, reader, column, rows);
+            describe<kManyRows>(products, reader, column, at, rows);
             many()->rows(rows, products.packed, m, sums, panel);
         }
-        if (bias.data) add_bias(bias, products, *reader.range, column, m, sums);
+        if (bias.data) add_bias(bias, products, at, m, sums);
     }
-    template <int64_t N> void describe(const Products& products, Reader& reader, int64_t column, FourRows* rows) const {
-        int64_t at[N];
-        rows_from(*reader.range, column, N, at);
+    template <int N> void describe(const Products& products, Reader& reader, int64_t column, Place* at, FourRows* rows) const {
+        places<N>(*reader.range, column, at);
         for (int64_t i = 0; i < N; i += 4) {
             take_rows(rows[i / 4], products.projection, products.expert, at + i);
             rows[i / 4].scale_sums = products.few;
         }
         const Range* then = reader.ahead(column, products.ahead);
         if (!then) return;
-        rows_from(*then, column, N, at);
-        for (int64_t i = 0; i < N; i += 4) moestro::follow(rows[i / 4], projection(*then), expert(*then), at + i);
+        Place next[N];
+        places<N>(*then, column, next);
+        for (int64_t i = 0; i < N; i += 4) moestro::follow(rows[i / 4], projection(*then), expert(*then), next + i);
     }
 
-    void add_bias(const FloatArray& bias, const Products& products, const Range& range, int64_t column, int64_t m, float* sums) const {
+    void add_bias(const FloatArray& bias, const Products& products, const Place* at, int64_t m, float* sums) const {
         float values[kManyRows];
-        int64_t at[kManyRows];
         const int64_t n = products.rows;
-        rows_from(range, column, n, at);
         for (int64_t i = 0; i < n; ++i) {
             const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
-            const auto* from = static_cast<const uint8_t*>(bias.data) + (products.expert * bias.stride + at[i]) * size;
+            const auto* from = static_cast<const uint8_t*>(bias.data) + (products.expert * bias.stride + at[i].row) * size;
             isa_.widen(from, bias.dtype, 1, 1.0f, values + i);
         }
         for (int64_t t = 0; t < m; ++t)
@@ -358,14 +350,10 @@ private:
         for (int64_t c = range.first; c < range.last; c += kChunk) {
             const int64_t stop = std::min(c + kChunk, range.last);
             for (int64_t i = c; i < stop; i += step) {
-                multiply(all, reader, i, call_.gate_up_bias, m, sums, panel);
-                int64_t at[kManyRows];
-                columns_from(range, i, step, at);
-                for (int64_t j = 0; j < step && at[j] < stop; ++j)
-                    for (int64_t t = 0; t < m; ++t) {
-                        gate[t * kChunk + at[j] - c] = sums[all.rows * t + j];
-                        if (act.gated) up[t * kChunk + at[j] - c] = sums[all.rows * t + step + j];
-                    }
+                Place at[kManyRows];
+                multiply(all, reader, i, call_.gate_up_bias, m, sums, panel, at);
+                for (int64_t j = 0; j < all.rows; ++j)
+                    for (int64_t t = 0; t < m && at[j].counts; ++t) (at[j].up ? up : gate)[t * kChunk + at[j].column] = sums[all.rows * t + j];
             }
             for (int64_t t = 0; t < m; ++t) {
                 isa_.activate(act, stop - c, gate + t * kChunk, up + t * kChunk);
@@ -382,11 +370,10 @@ private:
         for (int64_t t = 0; t < m; ++t) h[t] = h_row(active.first_row + first + t);
         const Products all = products(call_.down, active, h, m, sums);
         for (int64_t i = range.first; i < range.last; i += all.rows) {
-            multiply(all, reader, i, call_.down_bias, m, sums, panel);
-            int64_t at[kManyRows];
-            columns_from(range, i, all.rows, at);
-            for (int64_t j = 0; j < all.rows && at[j] < range.last; ++j)
-                for (int64_t t = 0; t < m; ++t) y_[(active.first_row + first + t) * y_stride_ + at[j]] = sums[all.rows * t + j];
+            Place at[kManyRows];
+            multiply(all, reader, i, call_.down_bias, m, sums, panel, at);
+            for (int64_t j = 0; j < all.rows; ++j)
+                for (int64_t t = 0; t < m && at[j].counts; ++t) y_[(active.first_row + first + t) * y_stride_ + at[j].row] = sums[all.rows * t + j];
         }
     }
 
