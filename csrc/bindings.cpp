@@ -224,7 +224,7 @@ void run_project(int isa, int num_threads, int64_t num_tokens, const Array& x, c
 nb::list isas() {
     nb::list found;
     for (int i = 0; i < kNumIsas; ++i) found.append(nb::make_tuple(kIsas[i]->name, kIsas[i]->needs, kIsas[i]->runs_here(), kIsas[i]->lanes, kIsas[i]->tiles != nullptr,
-                                                                      kIsas[i]->four_rows != nullptr, kIsas[i]->rounded != nullptr));
+                                                                      kIsas[i]->four_rows != nullptr, kIsas[i]->rounded != nullptr, kIsas[i]->pairs != nullptr));
     return found;
 }
 

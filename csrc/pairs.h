@@ -44,4 +44,6 @@ static void pair_rows(const FourRows& rows, const float* const* x, int64_t m, fl
     }
 }
 
+static constexpr moestro::RoundedOps kPairs = {pair_floats, round_pair, pair_rows, rounded_scratch};
+
 }  // namespace MOESTRO_ISA

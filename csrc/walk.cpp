@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -30,6 +29,7 @@ namespace {
 constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
 constexpr int64_t kRoundedAtOnce = 8;      // rows of h
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
+constexpr float kSmallestScale = 1.17549435e-38f;  // of a row that may become a pair: a normal number
 constexpr int64_t kAheadBytes = 8 << 10;       // of weights are fetched before they are read
 
 class Walk : public Workspace<Walk> {
@@ -44,7 +44,7 @@ public:
         lay_out();
     }
 
-    // False, and nothing is computed, where rows that were to be pairs are not finite.
+    // False, and nothing is computed, where rows that were to be pairs are not finite, or subnormal.
     bool run() {
         const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
         const int64_t prepared = rows_.num_tiles + num_x_rows();
@@ -159,7 +159,7 @@ private:
             float* row = scratch().reserve(call_.hidden_size);
             isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, row);
             rounded_->round_row(call_.gate_up.element, call_.hidden_size, call_.gate_up.group_columns, row, to);
-            if (std::isnan(*to)) has_no_scale_.store(true, std::memory_order_relaxed);
+            if (*to != 0.0f && !(*to >= kSmallestScale)) has_no_scale_.store(true, std::memory_order_relaxed);
             return;
         }
         if (!x_layout_.nibbles) {

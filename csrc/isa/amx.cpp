@@ -370,8 +370,8 @@ static bool runs_here() {
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const RoundedOps kPairs;
+extern const RoundedOps kAmxPairs;
 static const TileOps kTileOps = {MOESTRO_ISA::fewest_rows, MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
 extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16, VBMI and VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
-                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr, &kPairs};
+                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr, &kAmxPairs};
 }  // namespace moestro

@@ -424,7 +424,7 @@ static const moestro::RoundedOps kRoundedMany = {rounded_floats, round_row, roun
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const RoundedOps kPairs = {MOESTRO_ISA::pair_floats, MOESTRO_ISA::round_pair, MOESTRO_ISA::pair_rows, MOESTRO_ISA::rounded_scratch};
+extern const RoundedOps kAmxPairs = MOESTRO_ISA::kPairs;
 extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8, AVX-512 VNNI and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRoundedMany};
 }  // namespace moestro

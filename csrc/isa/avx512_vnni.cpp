@@ -1,8 +1,8 @@
-// Rows as int8 only: rows of floats have no use for VNNI.
+// Rows of float32 have no use for VNNI; those of 16 bits may be pairs of rows of 8.
 #define MOESTRO_ISA moestro_avx512_vnni
 #include "../bytes_avx512.h"
 #include "../epilogue.h"
-#include "../int8.h"
+#include "../pairs.h"
 
 namespace moestro {
 static bool runs_here() {
@@ -10,6 +10,6 @@ static bool runs_here() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
-extern const Isa kAvx512Vnni = {"avx512-vnni", "AVX-512 F, BW, DQ, VL and VNNI", runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
-                                MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded};
+extern const Isa kAvx512Vnni = {"avx512-vnni", "AVX-512 F, BW, DQ, VL and VNNI", runs_here, MOESTRO_ISA::W, MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens,
+                                MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded, &MOESTRO_ISA::kPairs};
 }  // namespace moestro

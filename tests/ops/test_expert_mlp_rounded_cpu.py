@@ -295,12 +295,11 @@ def test_what_runs_and_why():
     weights, routing = stored_weights("mxfp4", sizes, Activation()), problems.routing(sizes)
     x = torch.randn(9, sizes.hidden_size)
     plain, integers = (moestro.explain(moestro.expert_mlp, x, routing, w) for w in (weights, rounded(weights)))
-    if ROUNDING[0].name == "avx512-vnni":
-        assert integers.chosen == "cpu-avx512-vnni"
+    if ROUNDING[0].name == "amx-int8":
         reasons = {c.name: c.reason for c in plain.candidates}
-        assert "rows as int8 only" in str(reasons["cpu-avx512-vnni"])
+        assert "rows as int8 only" in str(reasons["cpu-amx-int8"])
     assert integers.chosen == f"cpu-{ROUNDING[0].name}"
-    assert plain.chosen != "cpu-avx512-vnni"
+    assert plain.chosen != "cpu-amx-int8"
     for isa in native.ISAS:
         if isa.runs_here and not isa.multiplies_integers:
             with pytest.raises(UnsupportedError, match="rows of floats only"):

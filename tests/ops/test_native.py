@@ -225,10 +225,10 @@ def test_without_the_compiled_module():
 
 
 def test_reasons(monkeypatch):
-    assert native.reason(Isa("other", 0, "what nobody has", False, 4, False, True, False)) is not None
+    assert native.reason(Isa("other", 0, "what nobody has", False, 4, False, True, False, False)) is not None
     if native.module is not None:
         assert (
-            native.reason(Isa("other", 0, "what nobody has", False, 4, False, True, False))
+            native.reason(Isa("other", 0, "what nobody has", False, 4, False, True, False, False))
             == "this processor lacks what nobody has"
         )
         assert [native.reason(isa) for isa in RUNNING] == [None] * len(RUNNING)

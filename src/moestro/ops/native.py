@@ -21,7 +21,7 @@ class Isa:
     """An instruction set that the engine was compiled for.
 
     Attributes:
-        name: "amx", "avx512-vnni", "avx512", "avx2" or "portable".
+        name: "amx", "amx-int8", "avx512-vnni", "avx512", "avx2" or "portable".
         index: its place in the engine's list, best first.
         needs: what a processor must have for it.
         runs_here: whether this one has it.
@@ -29,6 +29,7 @@ class Isa:
         multiplies_bfloat16: whether it computes in bfloat16, and nothing else.
         multiplies_floats: whether it multiplies rows of floats, bfloat16 ones or all.
         multiplies_integers: whether it multiplies rows as int8.
+        multiplies_pairs: whether rows of 16 bits meet weights that are integers as pairs of rows of 8.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Isa:
     multiplies_bfloat16: bool
     multiplies_floats: bool
     multiplies_integers: bool
+    multiplies_pairs: bool
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -59,7 +61,7 @@ ISAS: tuple[Isa, ...] = (
 MOST_EXPERTS = 1 << 20
 """That rows are ordered by, and ids may name."""
 
-ABSENT = Isa("native", 0, "the native engine", False, 0, False, False, False)
+ABSENT = Isa("native", 0, "the native engine", False, 0, False, False, False, False)
 """What stands in a list of implementations where there is no engine."""
 
 

@@ -1,0 +1,107 @@
+"""Rows of 16 bits that meet integer weights as pairs of rows of 8-bit integers: how close, and when not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moestro import Activation, Routing, reference
+from moestro.formats import FORMATS
+from moestro.ops import native
+from moestro.types import GPT_OSS_SWIGLU
+from tolerances import bit_equal
+
+from . import problems
+from .engines import INTEGERS, run, stored_weights, takes_pairs
+from .stored import PACKED
+
+PAIRING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_pairs]
+WHOLE = [name for name in PACKED if FORMATS[name].element in INTEGERS]
+
+every_pairing_isa = pytest.mark.parametrize("isa", PAIRING, ids=lambda isa: isa.name)
+
+
+@pytest.fixture(autouse=True)
+def default_mode(poisoned_memory):
+    torch.use_deterministic_algorithms(False)
+
+
+def layer(name, activation=GPT_OSS_SWIGLU):
+    """Rows, a routing with one or two rows an expert, and experts; widths off every block."""
+    group = max(FORMATS[name].scaling.columns, 32)
+    sizes = problems.Sizes(8, 11 * group, 7 * group, 12, 2)
+    ids = torch.stack([torch.arange(8) % 6, 6 + torch.arange(8) % 6], dim=1)
+    return torch.randn(8, sizes.hidden_size), Routing(ids, torch.rand(8, 2)), stored_weights(name, sizes, activation)
+
+
+def error(y, x, routing, weights):
+    """Relative L2 error, over the one that rounding the definition's own result to this dtype has."""
+    expected = reference.expert_mlp(x.double(), routing, weights)
+    found, least = ((t.double() - expected).norm() for t in (y, expected.to(y.dtype)))
+    return float(found / least)
+
+
+@every_pairing_isa
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.01), (torch.float16, 1.15)], ids=["bfloat16", "float16"])
+def test_far_closer_than_the_dtype(isa, name, dtype, most):
+    if isa.multiplies_bfloat16 and dtype != torch.bfloat16:
+        pytest.skip("it multiplies bfloat16")
+    x, routing, weights = layer(name)
+    x = x.to(dtype)
+    assert takes_pairs(isa, x, weights)
+    assert error(run(isa, x, routing, weights), x, routing, weights) < most
+
+
+@every_pairing_isa
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "nvfp4"])
+def test_one_column_far_above_the_others(isa, name):
+    x, routing, weights = layer(name, Activation("silu"))
+    x[:, 5] *= 1000
+    assert error(run(isa, x.bfloat16(), routing, weights), x.bfloat16(), routing, weights) < 1.05
+
+
+@every_pairing_isa
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "int4-g32-zp"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e-39])
+def test_rows_that_stay_floats(isa, name, value):
+    x, routing, weights = layer(name)
+    x, routing = x[:6].bfloat16(), Routing(routing.expert_ids[:6], routing.routing_weights[:6])  # one row an expert
+    x[3] = 0
+    x[3, 7] = value
+    y = run(isa, x, routing, weights)
+    floats = next(other for other in native.ISAS if other.name == "avx512")
+    assert bit_equal(y, run(floats, x, routing, weights))
+
+
+@every_pairing_isa
+@pytest.mark.parametrize("name", WHOLE)
+def test_rows_of_zeros(isa, name):
+    _, routing, weights = layer(name)
+    x = torch.zeros(8, weights.hidden_size, dtype=torch.bfloat16)
+    assert error(run(isa, x, routing, weights), x, routing, weights) < 1.01
+
+
+@every_pairing_isa
+def test_not_where_bits_are_to_be_the_same(isa):
+    x, routing, weights = layer("mxfp4")
+    x = x.bfloat16()
+    default = run(isa, x, routing, weights)
+    torch.use_deterministic_algorithms(True)
+    exact = run(isa, x, routing, weights)
+    assert not takes_pairs(isa, x, weights)
+    assert error(exact, x, routing, weights) < (2 if isa.multiplies_bfloat16 else 1.00001)
+    assert not bit_equal(default, exact)
+
+
+@every_pairing_isa
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "int4-g128", "nvfp4"])
+def test_any_number_of_rows(isa, name):
+    """From one row to more than are multiplied at once, on one expert: a row's output hardly depends on how many."""
+    x, _, weights = layer(name)
+    row = x[:1].bfloat16()
+    alone = run(isa, row, Routing(torch.tensor([[4]]), torch.ones(1, 1)), weights).float()
+    for n in (2, 3, 4, 5, 8, 9, 97, 200):
+        many = Routing(torch.full((n, 1), 4), torch.ones(n, 1))
+        y = run(isa, row.expand(n, -1), many, weights).float()
+        assert bool(((y - alone).norm(dim=1) < 0.01 * alone.norm()).all())
