@@ -43,7 +43,7 @@ def error(y, x, routing, weights):
 
 @every_pairing_isa
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.01), (torch.float16, 1.15)], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.01), (torch.float16, 1.15)], ids=str)
 def test_far_closer_than_the_dtype(isa, name, dtype, most):
     if isa.multiplies_bfloat16 and dtype != torch.bfloat16:
         pytest.skip("it multiplies bfloat16")
