@@ -167,7 +167,9 @@ def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     peers = [v.name for v in plan.peers]
     assert peers[:4] == ["eager", "batched_mm", "grouped_mm", "torch-grouped_mm"]
-    assert peers[4:] == ["grouped_mm-graph", "torch-grouped_mm-graph"]
+    later = ["triton_kernels-bf16", "triton_kernels-mxfp4", "torch-scaled_grouped_mm"]
+    assert peers[4:8] == [*later, "transformers-fp8"]
+    assert peers[8:] == [f"{name}-graph" for name in ("grouped_mm", "torch-grouped_mm", *later)]
     # As many seconds as every variant may spend at every point leave more than half of the budget to compilers.
     groups = [measure._groups(plan, torch.bfloat16)][0]
     timed = sum(len(g.ours) + len(g.peers) for g in groups) * len(plan.tokens) * len(plan.layers) * plan.seconds

@@ -22,8 +22,10 @@ NAMES = ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "mixtral", "olmoe", "lla
 """Layers, those first that a spent budget must not leave out."""
 FORMATS = ("dense", "fp8-e4m3-b128", "fp8-e4m3-b128/fp8-e4m3", "mxfp4")
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
-PEER_NAMES = (*TRANSFORMERS, "torch-grouped_mm")
-GRAPHED = ("grouped_mm", "torch-grouped_mm")
+OF_8_BITS = ("torch-scaled_grouped_mm", "transformers-fp8")
+TRITON_KERNELS = ("triton_kernels-bf16", "triton_kernels-mxfp4")
+PEER_NAMES = (*TRANSFORMERS, "torch-grouped_mm", *TRITON_KERNELS, *OF_8_BITS)
+GRAPHED = ("grouped_mm", "torch-grouped_mm", *TRITON_KERNELS, "torch-scaled_grouped_mm")
 """Peers that are also timed as graphs: eager waits for the device, and batched_mm would hold its copies of weights."""
 SECONDS = 0.15
 BUDGET = 420.0
