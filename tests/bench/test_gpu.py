@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from moestro import machine
-from moestro.bench import LAYERS, PEERS, Plan, gpu, make_layer, measure, ours
+from moestro.bench import LAYERS, PEERS, Plan, gpu, make_layer, measure, ours, records
 from moestro.bench.guarded import failures
 from moestro.bench.layers import expected_output, inputs
-from moestro.bench.measure import BUDGET_SPENT, Report, Row, peak_of
 from moestro.bench.peers.graphs import MOST_TOKENS, graphed
+from moestro.bench.point import peak_of
+from moestro.bench.records import BUDGET_SPENT, Report, Row
 from moestro.bench.report import markdown
 from moestro.bench.timing import Budget, cold_bytes, event_clock
 from moestro.errors import InvalidInputError, UnsupportedError
@@ -156,7 +157,7 @@ def test_a_call_that_cannot_be_captured_ends_its_capture(tiny) -> None:
 
 
 def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_is_here", lambda device: True)
+    monkeypatch.setattr(records, "_is_here", lambda device: True)
     plan = gpu.default_plan()
     assert plan.device == "cuda"
     assert plan.tokens == (1, 2, 4, 8, 16, 32, 64, 512, 4096, 8192, 16384)
@@ -305,7 +306,7 @@ def test_every_layer_leaves_its_pages_when_it_is_measured(
     command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "missing", lambda: None)
-    monkeypatch.setattr(measure, "_is_here", lambda device: True)
+    monkeypatch.setattr(records, "_is_here", lambda device: True)
     asked: list[Plan] = []
 
     def run(plan: Plan, on_point: object) -> Report:

@@ -11,9 +11,10 @@ from statistics import median
 import torch
 
 from moestro.bench.layers import LAYERS
-from moestro.bench.measure import Plan, Report, Row, run
+from moestro.bench.measure import run
 from moestro.bench.peers import PEERS, ours
 from moestro.bench.peers.graphs import MOST_TOKENS, graphed
+from moestro.bench.records import Plan, Report, Row
 from moestro.errors import UnsupportedError
 
 DEVICE = "cuda"

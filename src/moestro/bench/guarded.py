@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ def failures() -> tuple[type[Exception], ...]:
 
     Among them are Triton's own errors, of kernels that do not compile or fit, where Triton is installed.
     """
-    broken = (RuntimeError, LookupError, AssertionError, OSError)
+    broken = (RuntimeError, LookupError, AssertionError, OSError, ArithmeticError, subprocess.SubprocessError)
     known = (*broken, ImportError, AttributeError, ValueError, TypeError, UnsupportedError)
     try:
         errors: Any = importlib.import_module("triton.errors")
