@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", default="all", help=f"of {', '.join(LAYERS)}, separated by commas, or all")
     parser.add_argument("--formats", help="of moestro's weights; dense, the default, is the dtype's")
     parser.add_argument("--dtypes", help="of x, and of dense weights; float32,bfloat16, on a GPU bfloat16")
-    parser.add_argument("--peers", help="names, or all, or none; all, on a GPU the four that run there")
+    parser.add_argument("--peers", help="names, or all, or none; all, on a GPU those that run there")
     parser.add_argument("--tokens", help=f"{','.join(map(str, TOKENS))}; on a GPU {','.join(map(str, gpu.TOKENS))}")
     parser.add_argument("--seconds", type=float, help=f"for each variant at each point; 1, on a GPU {gpu.SECONDS}")
     parser.add_argument("--budget", type=float, default=gpu.BUDGET, help="seconds for a whole run on a GPU")
@@ -77,24 +77,38 @@ def _layers(options: argparse.Namespace) -> int:
 
 
 def _write_layers(options: argparse.Namespace, name: str, report: Report) -> None:
-    target = _write(options, name, markdown(report), report.as_json())
-    if any(row.status == "ok" for row in report.rows):
-        roofline(report, target.with_suffix(".png"))
+    _picture(report, _write(options, name, markdown(report), report.as_json()))
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    """A file for each layer as soon as it is measured, and one for them all."""
+    """A page for each layer and one for them all, written anew after each part of the plan."""
     reason = gpu.missing()
     if reason is not None:
         print(f"benchmarks/run.py --gpu: {reason}", file=sys.stderr)
         return 2
-    reports = []
-    for report in gpu.run_layers(gpu_plan(options), lambda text: print(text, file=sys.stderr)):
+    reports: dict[str, Report] = {}
+    pages: dict[str, Path] = {}
+    for report in gpu.run_stages(gpu_plan(options), lambda text: print(text, file=sys.stderr, flush=True)):
         report.command = _command()
-        reports.append(report)
-        _write_layers(options, f"{options.name or 'gpu'}-{report.rows[0].layer}", report)
-        _write(options, options.name or "gpu", gpu.summary(reports), {"goals": gpu.goals(_rows(reports)), "rows": []})
-    return 1 if any(report.wrong for report in reports) else 0
+        layer = report.rows[0].layer
+        reports[layer] = report
+        found = list(reports.values())
+        pages[layer] = _keep(options, f"{options.name or 'gpu'}-{layer}", markdown(report), report.as_json())
+        text, goals = gpu.summary(found), gpu.goals(_rows(found))
+        _keep(options, options.name or "gpu", text, {"goals": goals, "rows": []})
+    print(text)
+    for layer, page in pages.items():
+        _picture(reports[layer], page)
+    return 1 if any(report.wrong for report in reports.values()) else 0
+
+
+def _picture(report: Report, page: Path) -> None:
+    """The roofline beside a page, where there is something to draw and what draws it."""
+    if any(row.status == "ok" for row in report.rows):
+        try:
+            roofline(report, page.with_suffix(".png"))
+        except ImportError as error:
+            print(f"no picture: {error}", file=sys.stderr)
 
 
 def gpu_plan(options: argparse.Namespace) -> Plan:
@@ -139,11 +153,16 @@ def _command() -> str:
 
 
 def _write(options: argparse.Namespace, name: str, text: str, found: dict[str, object]) -> Path:
+    target = _keep(options, name, text, found)
+    print(text)
+    return target
+
+
+def _keep(options: argparse.Namespace, name: str, text: str, found: dict[str, object]) -> Path:
     options.results.mkdir(parents=True, exist_ok=True)
     target = options.results / f"{datetime.date.today()}-{name}.md"
     target.write_text(text)
     target.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    print(text)
     return target
 
 

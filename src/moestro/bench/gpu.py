@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,17 +11,22 @@ from statistics import median
 
 import torch
 
+from moestro.bench.ahead import compile_ahead
 from moestro.bench.layers import LAYERS
-from moestro.bench.measure import run
+from moestro.bench.measure import Say, bits_of, extend, groups, num_points, start
 from moestro.bench.peers import PEERS, ours
 from moestro.bench.peers.graphs import MOST_TOKENS, graphed
-from moestro.bench.records import Plan, Report, Row
+from moestro.bench.records import Plan, Report, Row, dtype_name
+from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 
 DEVICE = "cuda"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096, 8192, 16384)
-NAMES = ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "mixtral", "olmoe", "llama4-scout")
-"""Layers, those first that a spent budget must not leave out."""
+NAMES = ("olmoe", "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "mixtral", "llama4-scout")
+FIRST = (("olmoe", 16), ("gpt-oss-20b", 4), ("qwen3-30b-a3b", 8))
+"""Layers and bits of a weight that a spent budget must not leave out."""
+FIRST_TOKENS = (1, 4096, 16, 64, 8192)
+"""Numbers of tokens that come before the others: the ends of decode and of prefill."""
 FORMATS = ("dense", "fp8-e4m3-b128", "fp8-e4m3-b128/fp8-e4m3", "mxfp4")
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 OF_8_BITS = ("torch-scaled_grouped_mm", "transformers-fp8")
@@ -31,6 +37,8 @@ GRAPHED = ("grouped_mm", "torch-grouped_mm", *TRITON_KERNELS, "torch-scaled_grou
 SECONDS = 0.15
 BUDGET = 420.0
 """Seconds of a whole run, which is to stay below eight minutes with what stands before and after it."""
+AHEAD_SHARE = 0.25
+"""Of the budget, that compiling ahead may take at most."""
 
 LARGE_BYTES = 1e8
 PREFILL_TOKENS = 4096
@@ -65,30 +73,54 @@ def default_plan(names: tuple[str, ...] = NAMES, formats: tuple[str, ...] = FORM
     )
 
 
-def run_layers(
-    plan: Plan, on_point: Callable[[str], None] = lambda text: None, clock: Callable[[], float] = time.perf_counter
+def stages(plan: Plan) -> list[Plan]:
+    """The plan cut into parts of one layer and as many bits of a weight, those first that are wanted most.
+
+    They are every number of tokens of `FIRST`, then `FIRST_TOKENS` of all other layers, then the rest.
+    """
+    early = tuple(t for t in FIRST_TOKENS if t in plan.tokens)
+    late = tuple(t for t in plan.tokens if t not in early)
+    ranked: list[tuple[int, int, Plan]] = []
+    for dtype, spec in itertools.product(plan.dtypes, plan.layers):
+        for bits, group in zip(bits_of(plan, dtype), groups(plan, dtype), strict=True):
+            part = replace(group, layers=(spec,), dtypes=(dtype,))
+            pieces = [(len(FIRST), early), (len(FIRST) + 1, late)]
+            if (spec.name, bits) in FIRST:
+                pieces = [(FIRST.index((spec.name, bits)), early + late)]
+            ranked += [(rank, -bits, replace(part, tokens=tokens)) for rank, tokens in pieces if tokens]
+    return [part for _, _, part in sorted(ranked, key=lambda item: item[:2])]
+
+
+def run_stages(
+    plan: Plan, on_point: Say = lambda text: None, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Report]:
-    """A report for each layer of the plan as soon as it is measured; layers share what is left of the budget evenly.
+    """After each part of the plan, the report of its layer with all that was found of it up to then.
+
+    Everything counts against the budget: compiling ahead, measuring the roof, making layers. Points share what is left
+    of it evenly, in the order of `stages`; those that it does not reach are rows that say so.
 
     Raises:
         UnsupportedError: memory holds none of the layers.
     """
-    end = None if plan.budget is None else clock() + plan.budget
-    refusal: UnsupportedError | None = None
-    found = 0
-    for i, spec in enumerate(plan.layers):
-        # What is past its end still asks for a moment, so that every point has a row that says so.
-        share = None if end is None else max((end - clock()) / (len(plan.layers) - i), 1e-3)
-        try:
-            report = run(replace(plan, layers=(spec,), budget=share), on_point)
-        except UnsupportedError as error:
-            refusal = error
-            on_point(str(error))
-            continue
-        found += 1
-        yield report
-    if refusal is not None and not found:
-        raise refusal
+    parts = stages(plan)
+    budget = Budget(plan.budget, sum(map(num_points, parts)), clock)
+    if plan.budget is not None:
+        compile_ahead(plan, plan.budget * AHEAD_SHARE, on_point)
+    head, here = start(plan)
+    shared = head.notes.get("run", [])
+    reports: dict[str, Report] = {}
+    refusals: list[UnsupportedError] = []
+    for part in parts:
+        [spec] = part.layers
+        report = reports.setdefault(spec.name, replace(head, rows=[], notes={"run": shared}))
+        known = replace(part, peers=tuple(peer for peer in part.peers if peer in here.peers))
+        refusals += extend(report, known, budget, on_point)
+        order = [(dtype_name(dtype), bits) for dtype in plan.dtypes for bits in bits_of(plan, dtype)]
+        report.rows.sort(key=lambda row: (order.index((row.dtype, row.bits)), row.num_tokens))
+        if report.rows:
+            yield report
+    if refusals and not any(report.rows for report in reports.values()):
+        raise refusals[-1]
 
 
 @dataclass(frozen=True)
@@ -192,6 +224,7 @@ def summary(reports: list[Report]) -> str:
     lines = [f"# GPU benchmark, {first.date[:10]}", "", about, "", f"`{first.command}`", ""]
     lines += [f"- {name}: {rate / 1e9:,.0f} GB/s" for name, rate in first.machine.get("bandwidths", {}).items()]
     lines += [f"- {name}: {rate / 1e12:,.0f} TFLOP/s" for name, rate in first.peaks.items()]
+    lines += [f"- {note}" for note in dict.fromkeys(note for r in reports for note in r.notes.get("run", []))]
     lines += ["", *(f"- {line}" for line in goals(rows)), "", _HEAD, "|---|---|" + "---:|" * 5 + "---|---:|---|---:|"]
     lines += [_line(point) for point in points(rows)]
     skipped = sum(row.status != "ok" for row in rows)

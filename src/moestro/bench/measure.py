@@ -72,11 +72,11 @@ def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[Un
     with torch.inference_mode():
         for spec in plan.layers:
             for dtype in plan.dtypes:
-                groups = _groups(plan, dtype)
+                parts = groups(plan, dtype)
                 try:
-                    report.rows += _run_layer(_Stage(report, plan.device, budget, on_point), spec, dtype, groups)
+                    report.rows += _run_layer(_Stage(report, plan.device, budget, on_point), spec, dtype, parts)
                 except UnsupportedError as error:
-                    budget.drop(len(groups) * len(plan.tokens))
+                    budget.drop(len(parts) * len(plan.tokens))
                     refusals.append(error)
                     notes = report.notes.setdefault("run", [])
                     notes += [] if str(error) in notes else [str(error)]
@@ -93,7 +93,7 @@ class _Stage:
     on_point: Say
 
 
-def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, groups: list[Plan]) -> list[Row]:
+def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, parts: list[Plan]) -> list[Row]:
     """Rows of one layer in memory; where it cannot be made, or the budget is spent before, rows that say so.
 
     Raises:
@@ -104,7 +104,7 @@ def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, groups: list[
         try:
             release(stage.device)
             free = machine.available_bytes(stage.device)
-            num_experts = experts_that_fit(spec, dtype, free, max(groups[0].tokens))
+            num_experts = experts_that_fit(spec, dtype, free, max(parts[0].tokens))
             layer = make_layer(spec, dtype, num_experts, stage.device)
         except UnsupportedError:
             raise
@@ -113,9 +113,9 @@ def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, groups: list[
         else:
             if layer.notes:
                 stage.report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
-            return [row for group in groups for row in _run_group(stage, replace(layer, quantized={}), group)]
-    stage.budget.drop(len(groups) * len(groups[0].tokens))
-    return [row for group in groups for place in _places(group, spec, dtype) for row in place.skipped(reason)]
+            return [row for group in parts for row in _run_group(stage, replace(layer, quantized={}), group)]
+    stage.budget.drop(len(parts) * len(parts[0].tokens))
+    return [row for group in parts for place in _places(group, spec, dtype) for row in place.skipped(reason)]
 
 
 def _places(group: Plan, spec: LayerSpec, dtype: torch.dtype) -> list[Place]:
@@ -187,20 +187,23 @@ def _only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
     return replace(plan, peers=tuple(here)), [f"{', '.join(names)} skipped: {why}" for why, names in reasons.items()]
 
 
-def _groups(plan: Plan, dtype: torch.dtype) -> list[Plan]:
+def groups(plan: Plan, dtype: torch.dtype) -> list[Plan]:
     """The plan cut into parts whose weights have equally many bits, in the order of moestro's variants."""
-    counts = dict.fromkeys(variant.numbers.bits_in(dtype) for variant in plan.ours)
 
     def of(bits: int, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
         return tuple(variant for variant in variants if variant.numbers.bits_in(dtype) == bits)
 
-    return [replace(plan, ours=of(bits, plan.ours), peers=of(bits, plan.peers)) for bits in counts]
+    return [replace(plan, ours=of(bits, plan.ours), peers=of(bits, plan.peers)) for bits in bits_of(plan, dtype)]
+
+
+def bits_of(plan: Plan, dtype: torch.dtype) -> list[int]:
+    """Bits of a weight that moestro's variants have, in their order."""
+    return list(dict.fromkeys(variant.numbers.bits_in(dtype) for variant in plan.ours))
 
 
 def num_points(plan: Plan) -> int:
     """How often `run` calls back where memory holds every layer."""
-    groups = sum(len(_groups(plan, dtype)) for dtype in plan.dtypes)
-    return len(plan.layers) * len(plan.tokens) * groups
+    return len(plan.layers) * len(plan.tokens) * sum(len(bits_of(plan, dtype)) for dtype in plan.dtypes)
 
 
 def versions() -> dict[str, str]:

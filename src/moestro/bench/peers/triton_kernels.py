@@ -255,7 +255,7 @@ def _absent() -> str | None:
 
 
 def _variant(name: str, numbers: Numbers, mxfp4: bool) -> Variant:
-    return Variant(name, _refuses, partial(_prepare, mxfp4), cost, "cuda", numbers, _absent)
+    return Variant(name, _refuses, partial(_prepare, mxfp4), cost, "cuda", numbers, _absent, compiles=True)
 
 
 TRITON_KERNELS = (
