@@ -39,14 +39,15 @@ def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
                 needs=f"at most {MOST_TOKENS}, beyond which the host is far ahead",
                 fix="Read the row without a graph.",
             )
-        return _captured(bind(x, routing), module.graph_pool_handle(), module)
+        return captured(bind(x, routing), module)
 
     return bind_graph
 
 
-def _captured(call: Call, pool: object, module: Any) -> Call:
-    """Kernels are compiled, and libraries find their memory, in calls on a stream of their own before the capture.
+def captured(call: Call, module: Any = torch.cuda) -> Call:
+    """A call that replays this one, which returns the same tensor each time; `module` is torch.cuda.
 
+    Kernels are compiled, and libraries find their memory, in calls on a stream of their own before the capture.
     `torch.cuda.graph` would collect garbage and hand memory back at each capture, of which there are many here.
     """
     stream, graph = module.Stream(), module.CUDAGraph()
@@ -55,7 +56,7 @@ def _captured(call: Call, pool: object, module: Any) -> Call:
         for _ in range(_CALLS_BEFORE):
             call()
         stream.synchronize()
-        graph.capture_begin(pool=pool)
+        graph.capture_begin(pool=module.graph_pool_handle())
         captured = False
         try:
             output = call()
