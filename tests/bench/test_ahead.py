@@ -18,6 +18,7 @@ TOKENS = (1, 16)
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> records.Plan:
     monkeypatch.setattr(records, "_is_here", lambda device: True)
+    monkeypatch.setattr(ahead.machine, "available_bytes", lambda device: 64e9)
     return replace(gpu.default_plan(("deepseek-v3", "olmoe", "gpt-oss-20b"), ("dense", "mxfp4/int8")), tokens=TOKENS)
 
 
@@ -80,7 +81,8 @@ def test_a_process_calls_every_variant_with_every_number_of_tokens(
     monkeypatch.setattr(ahead, "ours", lambda strategy, name: watched(ours(strategy, name)))
     monkeypatch.setitem(PEERS, "broken", replace(PEERS["eager"], prepare=broken))
     monkeypatch.setitem(PEERS, "eager", watched(PEERS["eager"]))
-    ahead.main(["cpu", "olmoe dense,broken,mxfp4 1,5", "olmoe eager 3", "olmoe int3 1"])
+    monkeypatch.setitem(PEERS, "refusing", replace(PEERS["broken"], refuses=lambda spec, dtype: "not this layer"))
+    ahead.main(["cpu", "olmoe dense,broken,mxfp4 1,5", "olmoe refusing 1", "olmoe eager 3", "olmoe int3 1"])
     assert called == [
         *(("moestro", 1), ("moestro", 5), ("moestro-mxfp4", 1), ("moestro-mxfp4", 5)),
         ("eager", 3),

@@ -22,10 +22,8 @@ from moestro.bench.peers import PEERS, ours
 from moestro.bench.peers.variant import DENSE, Variant
 from moestro.bench.records import Plan
 
-MOST_PROCESSES = 12
+MOST_PROCESSES = 16
 """At once: each holds a layer on the device."""
-SMALL_BYTES = 4e9
-"""A layer of at most as many bytes is held by several processes at once, each of which takes one variant."""
 _POLL_SECONDS = 0.05
 
 
@@ -51,14 +49,18 @@ class Job:
 
 
 def jobs(plan: Plan) -> list[Job]:
-    """What is worth compiling ahead, in the order of the plan: of small layers each variant is a job."""
+    """What is worth compiling ahead, in the order of the plan: of layers that many processes can hold, each variant.
+
+    A larger layer is one job, and comes last.
+    """
+    small = machine.available_bytes(plan.device) / MOST_PROCESSES
     variants = [v.name.removeprefix("moestro").removeprefix("-") or DENSE for v in plan.ours if _is_called(v)]
     variants += [v.name for v in plan.peers if v.compiles and _is_called(v) and v.absent() is None]
     found = []
     for spec in plan.layers:
         dense = spec.num_experts * spec.expert_bytes(plan.dtypes[0]) * (2 if spec.transposed else 1)
-        parts = [(v,) for v in variants] if dense <= SMALL_BYTES else [tuple(variants)]
-        found += [(dense > SMALL_BYTES, Job(spec.name, part, plan.tokens)) for part in parts]
+        parts = [(v,) for v in variants] if dense <= small else [tuple(variants)]
+        found += [(dense > small, Job(spec.name, part, plan.tokens)) for part in parts]
     return [job for _, job in sorted(found, key=lambda item: item[0])]
 
 
@@ -113,7 +115,10 @@ def compile_job(job: Job, device: str) -> list[str]:
 
 
 def _call(layer: Layer, name: str, tokens: tuple[int, ...]) -> None:
-    bind = (PEERS[name] if name in PEERS else ours("auto", name)).prepare(layer)
+    variant = PEERS[name] if name in PEERS else ours("auto", name)
+    if variant.refuses(layer.spec, layer.dtype) is not None:
+        return
+    bind = variant.prepare(layer)
     for num_tokens in tokens:
         x, [routing] = inputs(layer, num_tokens, 1)
         bind(x, routing)()
