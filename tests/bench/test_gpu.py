@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from moestro.bench.timing import Budget, cold_bytes, event_clock
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.machine import Roof
 from moestro.tolerances import disagreement
-from source import ROOT
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -98,117 +93,6 @@ def test_points_beyond_the_budget_say_so(tiny, known_roof: Roof, monkeypatch: py
     assert {row.reason for row in rows[2:]} == {BUDGET_SPENT}
     with pytest.raises(InvalidInputError, match="budget 0"):
         replace(plan, budget=0.0)
-
-
-@pytest.fixture
-def gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for a CUDA device can be made; nothing is compiled ahead and no roof is measured."""
-    monkeypatch.setattr(records, "_is_here", lambda device: True)
-    monkeypatch.setattr(gpu, "compile_ahead", lambda plan, seconds, say: None)
-    monkeypatch.setattr(gpu, "start", lambda plan: (report([]), plan))
-
-
-def measured(part: Plan) -> list[Row]:
-    """Rows as `extend` would add them, all skipped."""
-    [spec], [dtype] = part.layers, part.dtypes
-    places = [records.Place(spec, dtype, num_tokens, part.ours, part.peers) for num_tokens in part.tokens]
-    return [row for place in places for row in place.skipped("not run")]
-
-
-def test_stages_begin_with_what_is_wanted_most(gpu_here: None) -> None:
-    parts = gpu.stages(gpu.default_plan())
-    met = [(p.layers[0].name, p.ours[0].numbers.bits_in(torch.bfloat16), p.tokens) for p in parts]
-    every = (1, 4096, 16, 64, 8192, 2, 4, 8, 32, 512, 16384)
-    assert met[:3] == [("olmoe", 16, every), ("gpt-oss-20b", 4, every), ("qwen3-30b-a3b", 8, every)]
-    others = [(spec, bits) for bits in (16, 8, 4) for spec in gpu.NAMES if (spec, bits) not in gpu.FIRST]
-    assert met[3:] == [(*key, tokens) for tokens in (every[:5], every[5:]) for key in others]
-    points = [(name, bits, t) for name, bits, tokens in met for t in tokens]
-    assert len(points) == len(set(points)) == 6 * 3 * 11
-    for part in parts:
-        assert {v.numbers.bits_in(torch.bfloat16) for v in (*part.ours, *part.peers)} == {
-            part.ours[0].numbers.bits_in(torch.bfloat16)
-        }
-    small = gpu.stages(replace(gpu.default_plan(("mixtral",), ("dense",)), tokens=(2, 1)))
-    assert [p.tokens for p in small] == [(1,), (2,)]
-
-
-def test_a_budget_that_is_spent_leaves_what_is_wanted_most(gpu_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each point takes two seconds whatever it was given, and the first of a kernel seven more."""
-    now, met, shares = [0.0], [], []
-
-    def run_point(point: object, bound: object, refused: object, seconds: float) -> list[Row]:
-        now[0] += 2.0 + 7.0 * (point.num_tokens == 1)
-        met.append((point.spec.name, point.num_tokens))
-        shares.append(seconds)
-        return point.skipped("timed")
-
-    monkeypatch.setattr(gpu, "compile_ahead", lambda plan, seconds, say: now.__setitem__(0, now[0] + 20.0))
-    monkeypatch.setattr(measure, "make_layer", lambda spec, *rest: make_layer(small(spec), torch.bfloat16, 2))
-    monkeypatch.setattr(measure, "experts_that_fit", lambda *given: 2)
-    monkeypatch.setattr(measure.machine, "available_bytes", lambda device="cpu": 1 << 40)
-    monkeypatch.setattr(measure, "Point", lambda layer, place, limits: place)
-    monkeypatch.setattr(measure, "run_point", run_point)
-    plan = replace(gpu.default_plan(("mixtral", "olmoe"), ("dense", "mxfp4")), peers=(), tokens=(1, 2, 64), budget=90.0)
-    reports = {r.rows[0].layer: r for r in gpu.run_stages(plan, clock=lambda: now[0])}
-    assert met == [
-        *(("olmoe", 1), ("olmoe", 64), ("olmoe", 2)),
-        *(("mixtral", 1), ("mixtral", 64)),  # in bfloat16
-        *(("mixtral", 1), ("mixtral", 64)),  # in mxfp4
-        *(("olmoe", 1), ("olmoe", 64)),
-        *(("mixtral", 2), ("mixtral", 2), ("olmoe", 2)),
-    ]
-    assert now[0] < plan.budget
-    met.clear()
-    now[0] = 0.0
-    reports = {r.rows[0].layer: r for r in gpu.run_stages(replace(plan, budget=60.0), clock=lambda: now[0])}
-    assert met == [("olmoe", 1), ("olmoe", 64), ("olmoe", 2), *[("mixtral", 1), ("mixtral", 64)] * 2, ("olmoe", 1)]
-    assert now[0] == 64.0  # a point that was begun is ended
-    for found in reports.values():
-        assert [(row.bits, row.num_tokens) for row in found.rows] == sorted(
-            ((row.bits, row.num_tokens) for row in found.rows), key=lambda key: (-key[0], key[1])
-        )
-        assert {row.reason for row in found.rows} == {"timed", BUDGET_SPENT}
-        assert len(found.rows) == 2 * 3 * 2  # a call and its graph
-
-
-def small(spec: object) -> object:
-    return replace(spec, hidden_size=32, intermediate_size=32, num_experts=2)
-
-
-def test_layers_that_do_not_fit_end_nothing(gpu_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def extend(report: Report, part: Plan, budget: Budget, on_point: object) -> list[UnsupportedError]:
-        if part.layers[0].name == "mixtral":
-            return [UnsupportedError("too large")]
-        report.rows += measured(part)
-        return []
-
-    monkeypatch.setattr(gpu, "extend", extend)
-    plan = gpu.default_plan(("olmoe", "mixtral", "deepseek-v3"), ("dense",))
-    names = [found.rows[0].layer for found in gpu.run_stages(plan)]
-    assert names == ["olmoe", "deepseek-v3", "deepseek-v3"]
-    with pytest.raises(UnsupportedError, match="too large"):
-        list(gpu.run_stages(gpu.default_plan(("mixtral",), ("dense",))))
-
-
-def test_peers_that_are_not_here_are_left_out_and_named_once(gpu_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Plan] = []
-
-    def start(plan: Plan) -> tuple[Report, Plan]:
-        found = report([])
-        found.notes["run"] = ["eager skipped: not here"]
-        return found, replace(plan, peers=plan.peers[1:])
-
-    def extend(found: Report, part: Plan, budget: Budget, on_point: object) -> list[UnsupportedError]:
-        asked.append(part)
-        found.rows += measured(part)
-        return []
-
-    monkeypatch.setattr(gpu, "start", start)
-    monkeypatch.setattr(gpu, "extend", extend)
-    found = list(gpu.run_stages(gpu.default_plan(("olmoe", "mixtral"), ("dense", "mxfp4"))))
-    assert not any(peer.name == "eager" for part in asked for peer in part.peers)
-    assert all(r.notes["run"] == ["eager skipped: not here"] for r in found)
-    assert "eager skipped: not here" in gpu.summary(found)
 
 
 @pytest.mark.parametrize("peer", [None, "grouped_mm", "torch-grouped_mm"])
@@ -365,65 +249,3 @@ def test_rates_of_a_matrix_unit_are_asked_of_a_gpu_only(monkeypatch: pytest.Monk
     assert machine._fp8_rate(64, torch.device("cpu")) > 1e5
     monkeypatch.setattr(machine, "_PROBE_BYTES", 1 << 24)
     assert set(machine.bandwidths("cpu")) == {"sum", "float32 rows", "bfloat16 rows"}
-
-
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    folder = ROOT / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmarks_run", folder / "run.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
-
-
-@NO_GPU
-def test_without_a_gpu_one_line_says_so(
-    command: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert command.main(["--gpu", "--all", "--results", str(tmp_path / "results")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "there is no CUDA device" in said.err
-    assert not (tmp_path / "results").exists()
-
-
-def test_every_layer_leaves_its_pages_when_it_is_measured(
-    command: ModuleType,
-    gpu_here: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(gpu, "missing", lambda: None)
-    asked: list[Plan] = []
-
-    def extend(found: Report, part: Plan, budget: Budget, on_point: object) -> list[UnsupportedError]:
-        asked.append(part)
-        if part.ours[0].name == "moestro":
-            few = [replace(r, layer=part.layers[0].name) for r in ROWS if r.num_tokens == 16]
-            found.rows += [replace(r, num_tokens=t) for t in part.tokens for r in few]
-        return []
-
-    monkeypatch.setattr(gpu, "extend", extend)
-    options = ["--gpu", "--layers", "olmoe,mixtral", "--tokens", "1,16", "--formats", "dense,int8", "--budget", "50"]
-    assert command.main([*options, "--results", str(tmp_path)]) == 1  # a peer's output was wrong
-    assert [(p.layers[0].name, p.tokens) for p in asked] == [("olmoe", (1, 16)), ("mixtral", (1, 16))] * 2
-    assert [[v.name for v in p.ours] for p in asked[1:3]] == [
-        [*(name, f"{name}-graph")] for name in ("moestro", "moestro-int8")
-    ]
-    names = sorted(p.name.split("-", 3)[3] for p in tmp_path.iterdir())
-    assert names == sorted(
-        [*(f"gpu-{n}.{e}" for n in ("olmoe", "mixtral") for e in ("json", "md", "png")), "gpu.json", "gpu.md"]
-    )
-    [page] = tmp_path.glob("*-gpu.md")
-    assert (
-        page.read_text().count("| olmoe | moestro |") == page.read_text().count("| mixtral | moestro |") == 2
-    )  # T = 1, 16
-    [stored] = tmp_path.glob("*-gpu-olmoe.json")
-    assert json.loads(stored.read_text())["machine"]["gpu"]["name"] == "Some GPU"
-    assert "Some GPU" in capsys.readouterr().out

@@ -1,32 +1,21 @@
-"""The benchmark of a GPU: what it measures by default, layer after layer within a time, and what came of the goals."""
+"""The benchmark of a GPU: what it measures by default, and what came of the goals."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
 import torch
 
-from moestro.bench.ahead import compile_ahead
 from moestro.bench.layers import LAYERS
-from moestro.bench.measure import Say, bits_of, extend, groups, num_points, start
 from moestro.bench.peers import PEERS, ours
 from moestro.bench.peers.graphs import MOST_TOKENS, graphed
-from moestro.bench.records import Plan, Report, Row, dtype_name
-from moestro.bench.timing import Budget
-from moestro.errors import UnsupportedError
+from moestro.bench.records import Plan, Report, Row
 
 DEVICE = "cuda"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096, 8192, 16384)
 NAMES = ("olmoe", "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "mixtral", "llama4-scout")
-FIRST = (("olmoe", 16), ("gpt-oss-20b", 4), ("qwen3-30b-a3b", 8))
-"""Layers and bits of a weight that a spent budget must not leave out."""
-FIRST_TOKENS = (1, 4096, 16, 64, 8192)
-"""Numbers of tokens that come before the others: the ends of decode and of prefill."""
 FORMATS = ("dense", "fp8-e4m3-b128", "fp8-e4m3-b128/fp8-e4m3", "mxfp4")
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 OF_8_BITS = ("torch-scaled_grouped_mm", "transformers-fp8")
@@ -37,8 +26,6 @@ GRAPHED = ("grouped_mm", "torch-grouped_mm", *TRITON_KERNELS, "torch-scaled_grou
 SECONDS = 0.15
 BUDGET = 420.0
 """Seconds of a whole run, which is to stay below eight minutes with what stands before and after it."""
-AHEAD_SHARE = 0.25
-"""Of the budget, that compiling ahead may take at most."""
 
 LARGE_BYTES = 1e8
 PREFILL_TOKENS = 4096
@@ -71,56 +58,6 @@ def default_plan(names: tuple[str, ...] = NAMES, formats: tuple[str, ...] = FORM
         device=DEVICE,
         budget=BUDGET,
     )
-
-
-def stages(plan: Plan) -> list[Plan]:
-    """The plan cut into parts of one layer and as many bits of a weight, those first that are wanted most.
-
-    They are every number of tokens of `FIRST`, then `FIRST_TOKENS` of all other layers, then the rest.
-    """
-    early = tuple(t for t in FIRST_TOKENS if t in plan.tokens)
-    late = tuple(t for t in plan.tokens if t not in early)
-    ranked: list[tuple[int, int, Plan]] = []
-    for dtype, spec in itertools.product(plan.dtypes, plan.layers):
-        for bits, group in zip(bits_of(plan, dtype), groups(plan, dtype), strict=True):
-            part = replace(group, layers=(spec,), dtypes=(dtype,))
-            pieces = [(len(FIRST), early), (len(FIRST) + 1, late)]
-            if (spec.name, bits) in FIRST:
-                pieces = [(FIRST.index((spec.name, bits)), early + late)]
-            ranked += [(rank, -bits, replace(part, tokens=tokens)) for rank, tokens in pieces if tokens]
-    return [part for _, _, part in sorted(ranked, key=lambda item: item[:2])]
-
-
-def run_stages(
-    plan: Plan, on_point: Say = lambda text: None, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[Report]:
-    """After each part of the plan, the report of its layer with all that was found of it up to then.
-
-    Everything counts against the budget: compiling ahead, measuring the roof, making layers. Points share what is left
-    of it evenly, in the order of `stages`; those that it does not reach are rows that say so.
-
-    Raises:
-        UnsupportedError: memory holds none of the layers.
-    """
-    parts = stages(plan)
-    budget = Budget(plan.budget, sum(map(num_points, parts)), clock)
-    if plan.budget is not None:
-        compile_ahead(plan, plan.budget * AHEAD_SHARE, on_point)
-    head, here = start(plan)
-    shared = head.notes.get("run", [])
-    reports: dict[str, Report] = {}
-    refusals: list[UnsupportedError] = []
-    for part in parts:
-        [spec] = part.layers
-        report = reports.setdefault(spec.name, replace(head, rows=[], notes={"run": shared}))
-        known = replace(part, peers=tuple(peer for peer in part.peers if peer in here.peers))
-        refusals += extend(report, known, budget, on_point)
-        order = [(dtype_name(dtype), bits) for dtype in plan.dtypes for bits in bits_of(plan, dtype)]
-        report.rows.sort(key=lambda row: (order.index((row.dtype, row.bits)), row.num_tokens))
-        if report.rows:
-            yield report
-    if refusals and not any(report.rows for report in reports.values()):
-        raise refusals[-1]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import datetime
 import gc
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from moestro import machine
-from moestro.bench.guarded import failures, sentence
+from moestro.bench.guarded import check_device, failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, make_layer
 from moestro.bench.peers import place as folder
 from moestro.bench.peers.variant import Bind, Variant
 from moestro.bench.point import Limits, Point, no_room, run_point
-from moestro.bench.records import BUDGET_SPENT, Place, Plan, Report, Row, dtype_name
+from moestro.bench.records import BUDGET_SPENT, Place, Plan, Report, dtype_name
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 
@@ -56,7 +56,7 @@ def start(plan: Plan) -> tuple[Report, Plan]:
         roofs={dtype_name(dtype): machine.measure(dtype, plan.device) for dtype in plan.dtypes},
         peaks=machine.peaks() if on_cpu else machine.matrix_rates(plan.device),
     )
-    plan, notes = _only_those_here(plan)
+    plan, notes = only_those_here(plan)
     if notes:
         report.notes["run"] = notes
     return report, plan
@@ -67,6 +67,9 @@ def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[Un
 
     Returns:
         what was said of the layers that memory does not hold, and that have no rows; the notes say it too.
+
+    Raises:
+        DeviceLostError: a variant broke the device. The point has no rows then, those before it have.
     """
     refusals = []
     with torch.inference_mode():
@@ -74,7 +77,7 @@ def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[Un
             for dtype in plan.dtypes:
                 parts = groups(plan, dtype)
                 try:
-                    report.rows += _run_layer(_Stage(report, plan.device, budget, on_point), spec, dtype, parts)
+                    _run_layer(_Stage(report, plan.device, budget, on_point), spec, dtype, parts)
                 except UnsupportedError as error:
                     budget.drop(len(parts) * len(plan.tokens))
                     refusals.append(error)
@@ -93,10 +96,11 @@ class _Stage:
     on_point: Say
 
 
-def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, parts: list[Plan]) -> list[Row]:
-    """Rows of one layer in memory; where it cannot be made, or the budget is spent before, rows that say so.
+def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, parts: list[Plan]) -> None:
+    """Add rows of one layer in memory; where it cannot be made, or the budget is spent before, rows that say so.
 
     Raises:
+        DeviceLostError: as for `extend`.
         UnsupportedError: memory does not hold top_k experts of it.
     """
     reason = BUDGET_SPENT
@@ -113,17 +117,20 @@ def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, parts: list[P
         else:
             if layer.notes:
                 stage.report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
-            return [row for group in parts for row in _run_group(stage, replace(layer, quantized={}), group)]
+            for group in parts:
+                _run_group(stage, replace(layer, quantized={}), group)
+            return
     stage.budget.drop(len(parts) * len(parts[0].tokens))
-    return [row for group in parts for place in _places(group, spec, dtype) for row in place.skipped(reason)]
+    places = [place for group in parts for place in _places(group, spec, dtype)]
+    stage.report.rows += [row for place in places for row in place.skipped(reason)]
 
 
 def _places(group: Plan, spec: LayerSpec, dtype: torch.dtype) -> list[Place]:
     return [Place(spec, dtype, num_tokens, group.ours, group.peers) for num_tokens in group.tokens]
 
 
-def _run_group(stage: _Stage, layer: Layer, group: Plan) -> Iterator[Row]:
-    """Rows of the variants whose weights have equally many bits; a point that breaks says what broke it."""
+def _run_group(stage: _Stage, layer: Layer, group: Plan) -> None:
+    """Add rows of the variants whose weights have equally many bits; a point that breaks says what broke it."""
     release(stage.device)
     limits = Limits(stage.report.roofs[dtype_name(layer.dtype)], stage.report.peaks)
     bound, refused = _prepared(layer, (*group.ours, *group.peers))
@@ -132,13 +139,14 @@ def _run_group(stage: _Stage, layer: Layer, group: Plan) -> Iterator[Row]:
         what = [layer.spec.name, dtype_name(layer.dtype), formats, f"T={place.num_tokens}"]
         stage.on_point(" ".join(dict.fromkeys(what)))
         share = stage.budget.share(len(place.variants), group.seconds)
+        if share is None:
+            stage.report.rows += place.skipped(BUDGET_SPENT)
+            continue
         try:
-            if share is None:
-                yield from place.skipped(BUDGET_SPENT)
-            else:
-                yield from run_point(Point(layer, place, limits), bound, refused, share)
+            stage.report.rows += run_point(Point(layer, place, limits), bound, refused, share)
         except failures() as error:
-            yield from place.skipped(sentence(error))
+            check_device(layer.device, None, sentence(error))
+            stage.report.rows += place.skipped(sentence(error))
 
 
 def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> tuple[dict[str, Bind], dict[str, str]]:
@@ -152,6 +160,7 @@ def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> tuple[dict[str, Bi
                 bound[variant.name] = variant.prepare(layer)
         except failures() as error:
             reason = sentence(error)
+            check_device(layer.device, variant.name, reason)
         if reason is not None:
             refused[variant.name] = reason
     return bound, refused
@@ -172,7 +181,7 @@ def _gpu(device: str) -> dict[str, Any]:
     return {"gpu": machine.describe_gpu(device), "bandwidths": machine.bandwidths(device)}
 
 
-def _only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
+def only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan without peers that cannot run on this machine or device, and the sentences why, each once."""
     reasons: dict[str, list[str]] = {}
     here = []

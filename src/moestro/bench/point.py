@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moestro import machine
-from moestro.bench.guarded import failures, guarded, sentence
+from moestro.bench.guarded import Guarded, check_device, failures, sentence
 from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, expected_output, flops, inputs
 from moestro.bench.peers.variant import DENSE, Bind, Variant
 from moestro.bench.records import Place, Row, Status
@@ -81,22 +81,29 @@ class Point:
         reason = too_much(variant, self.layer, self.routings[0], self.roof)
         if reason is not None:
             return "skipped", reason
+        self.expected(variant.numbers.reference)
+        try:
+            wrong = self._wrong(variant, bind)
+        except failures() as error:
+            check_device(self.layer.device, variant.name, sentence(error))
+            return "skipped", sentence(error)
+        return ("ok", None) if wrong is None else ("wrong output", wrong)
+
+    def _wrong(self, variant: Variant, bind: Bind) -> str | None:
+        """None, or the sentence how an output of a variant is wrong."""
         numbers = variant.numbers
         own = self.expected(numbers.reference)
         for routing, expected, plain in zip(self.checked, own, self.expected(DENSE), strict=True):
-            try:
-                output: Tensor = bind(self.x, routing)()
-            except failures() as error:
-                return "skipped", sentence(error)
+            output: Tensor = bind(self.x, routing)()
             if numbers.bound is None:
                 wrong = disagreement(output, expected, self.layer.dtype)
             else:
                 wrong = too_far(output, expected, numbers.bound)
             if wrong is not None:
-                return "wrong output", wrong
+                return wrong
             off = relative_error(output, plain)
             self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
-        return "ok", None
+        return None
 
     def row(self, variant: Variant, status: Status, reason: str | None) -> Row:
         """What is known of a variant before its times are."""
@@ -131,22 +138,21 @@ class Point:
 
 
 def run_point(point: Point, bound: dict[str, Bind], refused: dict[str, str], seconds: float) -> list[Row]:
-    """A row for each variant: those that are `bound` are checked and timed, `seconds` each, the others refused."""
+    """A row for each variant: those that are `bound` are checked and timed, `seconds` each, the others refused.
+
+    Raises:
+        DeviceLostError: one of them broke the device.
+    """
     place = point.place
     verdicts: dict[str, tuple[Status, str | None]] = {
         v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name])
         for v in place.variants
     }
-    failed: dict[str, str] = {}
-    calls = {
-        name: [guarded(bound[name](point.x, routing), name, failed) for routing in point.routings]
-        for name, (status, _) in verdicts.items()
-        if status == "ok"
-    }
-    times = alternate(calls, seconds, timer(point.layer))
+    bound = {name: bound[name] for name, (status, _) in verdicts.items() if status == "ok"}
+    times, failed = _timed(point, bound, seconds)
     for name, reason in failed.items():
+        check_device(point.layer.device, name, reason)
         verdicts[name] = ("skipped", reason)
-        del times[name]
     baseline, rows = place.ours[0].name, []
     for variant in place.variants:
         row = point.row(variant, *verdicts[variant.name])
@@ -159,6 +165,21 @@ def run_point(point: Point, bound: dict[str, Bind], refused: dict[str, str], sec
                 row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
         rows.append(row)
     return rows
+
+
+def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Times of those that did not fail, and why the others did, the first of them first."""
+    failed: dict[str, str] = {}
+    calls: dict[str, list[Guarded]] = {}
+    for name, bind in bound.items():
+        try:
+            calls[name] = [Guarded(bind(point.x, routing), name, failed) for routing in point.routings]
+        except failures() as error:
+            failed[name] = sentence(error)
+            check_device(point.layer.device, name, failed[name])
+    clock = timer(point.layer)
+    times = alternate(calls, seconds, lambda call: call.seconds_by(clock))  # type: ignore[attr-defined]
+    return {name: own for name, own in times.items() if name not in failed}, failed
 
 
 def peak_of(variant: Variant, dtype: torch.dtype, peaks: dict[str, float]) -> str | None:
