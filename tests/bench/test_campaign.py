@@ -247,9 +247,16 @@ def test_who_lost_the_device_is_known(where: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine, "peaks", dict)
     variants = (ours(), ours("grouped"), replace(ours("selective"), prepare=culprit), ours("blockwise"))
     plan = Plan((tiny("olmoe"),), (5,), (torch.float32,), variants, (), seconds=1e-4)
+    culprit_name = None if where == "expected" else "moestro-selective"
     with pytest.raises(DeviceLostError, match="an illegal memory access") as error:
-        measure.run(plan)
-    assert error.value.variant == (None if where == "expected" else "moestro-selective")
+        measure.extend(measure.start(plan)[0], plan, Budget(None, 1), print)
+    assert error.value.variant == culprit_name
+    lost.clear()
+    calls.clear()
+    rows = measure.run(replace(plan, tokens=(5, 1))).rows
+    by = "" if culprit_name is None else f" by {culprit_name}"
+    assert {row.reason for row in rows} == {f"the device was lost{by}: an illegal memory access"}
+    assert [(row.num_tokens, row.variant) for row in rows] == [(t, v.name) for t in (5, 1) for v in variants]
 
 
 def test_a_device_is_lost_where_waiting_for_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:

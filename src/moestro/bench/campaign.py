@@ -135,7 +135,8 @@ def run_stages(
         if report.rows:
             yield report
     if refusals and not any(report.rows for report in found.reports.values()):
-        raise refusals[-1]
+        refusal = refusals[-1]
+        raise refusal
 
 
 def _rest(part: Plan, found: Found, budget: Budget) -> Plan | None:

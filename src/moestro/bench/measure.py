@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from moestro import machine
-from moestro.bench.guarded import check_device, failures, sentence
+from moestro.bench.guarded import DeviceLostError, check_device, failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, make_layer
 from moestro.bench.peers import place as folder
 from moestro.bench.peers.variant import Bind, Variant
 from moestro.bench.point import Limits, Point, no_room, run_point
-from moestro.bench.records import BUDGET_SPENT, Place, Plan, Report, dtype_name
+from moestro.bench.records import BUDGET_SPENT, Place, Plan, Report, Row, dtype_name
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 
@@ -39,10 +39,30 @@ def run(plan: Plan, on_point: Say = lambda text: None) -> Report:
             others are named in the notes.
     """
     report, plan = start(plan)
-    refusals = extend(report, plan, Budget(plan.budget, num_points(plan)), on_point)
-    if refusals and not report.rows:
-        raise refusals[-1]
+    refusal: UnsupportedError | None = None
+    try:
+        refusals = extend(report, plan, Budget(plan.budget, num_points(plan)), on_point)
+        refusal = refusals[-1] if refusals else None
+    except DeviceLostError as lost:
+        by = f" by {lost.variant}" if lost.variant else ""
+        report.rows += _unreached(report, plan, f"the device was lost{by}: {lost.reason}")
+    if refusal is not None and not report.rows:
+        raise refusal
     return report
+
+
+def _unreached(report: Report, plan: Plan, reason: str) -> list[Row]:
+    """Rows for every point of the plan that has none."""
+    reached = {(row.layer, row.dtype, row.bits, row.num_tokens) for row in report.rows}
+    rows = [
+        row
+        for spec in plan.layers
+        for dtype in plan.dtypes
+        for group in groups(plan, dtype)
+        for place in _places(group, spec, dtype)
+        for row in place.skipped(reason)
+    ]
+    return [row for row in rows if (row.layer, row.dtype, row.bits, row.num_tokens) not in reached]
 
 
 def start(plan: Plan) -> tuple[Report, Plan]:
