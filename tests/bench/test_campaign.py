@@ -167,7 +167,7 @@ def test_another_process_goes_on_behind_what_lost_the_device(
 ) -> None:
     met, said, file = fake_points, [], tmp_path / "found"
     counted = measure.run_point
-    broken = {("olmoe", 16, 64): "moestro-graph", ("mixtral", 16, 1): None}
+    broken = {("olmoe", 16, 64): "moestro-graph", ("mixtral", 16, 1): None, ("mixtral", 4, 64): "moestro-mxfp4"}
 
     def run_point(place: Place, bound: object, refused: dict[str, str], seconds: float) -> list[Row]:
         rows = counted(place, bound, refused, seconds)
@@ -178,8 +178,8 @@ def test_another_process_goes_on_behind_what_lost_the_device(
 
     monkeypatch.setattr(measure, "run_point", run_point)
     monkeypatch.setattr(campaign, "compile_ahead", lambda plan, seconds, say: said.append("compiled"))
-    plan = replace(gpu.default_plan(("olmoe", "mixtral"), ("dense",)), **PLAN_OPTIONS)
-    for _ in range(2):
+    plan = replace(gpu.default_plan(("olmoe", "mixtral"), ("dense", "mxfp4")), **PLAN_OPTIONS)
+    for _ in range(3):
         found = Found.load(file)
         with pytest.raises(DeviceLostError):
             list(campaign.run_stages(plan, found))
@@ -187,17 +187,25 @@ def test_another_process_goes_on_behind_what_lost_the_device(
     found = Found.load(file)
     list(campaign.run_stages(plan, found))
     why = "it cost its process the device: an illegal memory access"
-    assert found.variants == {(("olmoe", "bfloat16", 16), "moestro-graph"): why}
+    assert found.variants == {
+        (("olmoe", "bfloat16", 16), "moestro-graph"): why,
+        (("mixtral", "bfloat16", 4), "moestro-mxfp4"): why,
+    }
     assert found.points == {(("mixtral", "bfloat16", 16), 1): why}
-    first, second = [("olmoe", 16, t) for t in (1, 64, 2)], [("mixtral", 16, t) for t in (1, 64, 2)]
-    assert met == [*first[:2], *first[1:], *second]
+    assert met == [
+        *(("olmoe", 16, 1), ("olmoe", 16, 64)),
+        *(("olmoe", 16, 64), ("olmoe", 16, 2), ("mixtral", 16, 1)),
+        *(("mixtral", 16, 64), ("olmoe", 4, 1), ("olmoe", 4, 64), ("mixtral", 4, 1), ("mixtral", 4, 64)),
+        *(("mixtral", 4, 64), ("mixtral", 16, 2), ("olmoe", 4, 2), ("mixtral", 4, 2)),
+    ]
     assert said == ["compiled"]
-    reasons = {(r.layer, r.num_tokens, r.variant): r.reason for report in found.reports.values() for r in report.rows}
-    assert len(reasons) == 2 * 3 * 2
-    lost = {key for key, reason in reasons.items() if reason == why}
-    assert lost == {
+    rows = [row for report in found.reports.values() for row in report.rows]
+    reasons = {(r.layer, r.num_tokens, r.variant): r.reason for r in rows}
+    assert len(reasons) == len(rows) == 2 * 2 * 3 * 2
+    assert {key for key, reason in reasons.items() if reason == why} == {
         *(("olmoe", t, "moestro-graph") for t in (2, 64)),
         *(("mixtral", 1, name) for name in ("moestro", "moestro-graph")),
+        *(("mixtral", t, name) for t in (2, 64) for name in ("moestro-mxfp4", "moestro-mxfp4-graph")),
     }
     assert found.reports["olmoe"].notes["run"] is found.reports["mixtral"].notes["run"]
 

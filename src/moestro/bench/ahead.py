@@ -19,6 +19,7 @@ from moestro.bench.guarded import failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, inputs, make_layer, named
 from moestro.bench.measure import release
 from moestro.bench.peers import PEERS, ours
+from moestro.bench.peers.graphs import GRAPH
 from moestro.bench.peers.variant import DENSE, Variant
 from moestro.bench.records import Plan
 
@@ -66,7 +67,7 @@ def jobs(plan: Plan) -> list[Job]:
 
 def _is_called(variant: Variant) -> bool:
     """Whether it is no graph, whose kernels those of the calls are."""
-    return not variant.name.endswith("-graph")
+    return not variant.name.endswith(GRAPH)
 
 
 def compile_ahead(

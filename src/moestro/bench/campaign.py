@@ -17,6 +17,7 @@ from pathlib import Path
 from moestro.bench.ahead import compile_ahead
 from moestro.bench.guarded import DeviceLostError
 from moestro.bench.measure import Say, bits_of, extend, groups, only_those_here, start
+from moestro.bench.peers.graphs import GRAPH
 from moestro.bench.peers.variant import Variant
 from moestro.bench.records import Place, Plan, Report, dtype_name
 from moestro.bench.timing import Budget
@@ -32,7 +33,7 @@ LOST = 75
 """Exit code of a process that lost the device."""
 DONE = (0, 2)
 """Exit codes of one that measured its plan, and of one that could not begin."""
-MOST_STARTS = 12
+MOST_STARTS = 20
 FIRST_SECONDS, POINT_SECONDS = 240.0, 90.0
 """After which a process is taken to hang: before it has begun with the points, and at one of them."""
 _POLL_SECONDS = 0.2
@@ -140,11 +141,15 @@ def run_stages(
 
 
 def _rest(part: Plan, found: Found, budget: Budget) -> Plan | None:
-    """What is to be measured of a part: points that ended a process get rows, variants that broke the device refuse."""
+    """What is to be measured of a part: points that ended a process get rows, variants that broke the device refuse.
+
+    Where a call did, so does its graph.
+    """
     key, [spec], [dtype] = key_of(part), part.layers, part.dtypes
 
     def known(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
-        whys = [found.variants.get((key, variant.name)) for variant in variants]
+        broken = found.variants
+        whys = [broken.get((key, v.name)) or broken.get((key, v.name.removesuffix(GRAPH))) for v in variants]
         pairs = zip(variants, whys, strict=True)
         return tuple(v if why is None else replace(v, refuses=lambda *given, why=why: why) for v, why in pairs)
 

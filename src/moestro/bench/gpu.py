@@ -10,7 +10,7 @@ import torch
 
 from moestro.bench.layers import LAYERS
 from moestro.bench.peers import PEERS, ours
-from moestro.bench.peers.graphs import MOST_TOKENS, graphed
+from moestro.bench.peers.graphs import GRAPH, MOST_TOKENS, graphed
 from moestro.bench.records import Plan, Report, Row
 
 DEVICE = "cuda"
@@ -86,7 +86,7 @@ def points(rows: list[Row]) -> list[Point]:
     for _, group in groupby(rows, key=lambda row: (row.layer, row.dtype, row.bits, row.num_tokens)):
         measured = {row.variant: row for row in group if row.status == "ok"}
         for mine in [row for row in measured.values() if row.kind == "moestro" and not is_graph(row)]:
-            graph = measured.get(f"{mine.variant}-graph")
+            graph = measured.get(f"{mine.variant}{GRAPH}")
             peers = [row for row in measured.values() if row.kind == "peer"]
             called = _fastest([row for row in peers if not is_graph(row)], mine)
             replayed = _fastest([row for row in peers if is_graph(row)], graph)
@@ -97,7 +97,7 @@ def points(rows: list[Row]) -> list[Point]:
 
 def is_graph(row: Row) -> bool:
     """Whether the row is of a CUDA graph."""
-    return row.variant.endswith("-graph")
+    return row.variant.endswith(GRAPH)
 
 
 def _fastest(peers: list[Row], mine: Row | None) -> tuple[str | None, float | None]:

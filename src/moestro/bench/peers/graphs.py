@@ -18,6 +18,8 @@ from moestro.types import Routing
 MOST_TOKENS = 64
 """For more the host is far ahead of the device, and a graph changes nothing."""
 _CALLS_BEFORE = 2
+GRAPH = "-graph"
+"""What a graph's name has beyond that of the call."""
 
 
 def graphed(variant: Variant, module: Any = torch.cuda) -> Variant:
@@ -25,7 +27,7 @@ def graphed(variant: Variant, module: Any = torch.cuda) -> Variant:
 
     A call that cannot be captured, because it waits for the device, raises what PyTorch says of it.
     """
-    return replace(variant, name=f"{variant.name}-graph", prepare=partial(_prepare, variant, module), device="cuda")
+    return replace(variant, name=f"{variant.name}{GRAPH}", prepare=partial(_prepare, variant, module), device="cuda")
 
 
 def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
