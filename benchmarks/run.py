@@ -14,6 +14,8 @@ import argparse
 import datetime
 import json
 import sys
+import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +23,8 @@ import torch
 from registry import BENCHMARKS
 
 from moestro import machine
-from moestro.bench import LAYERS, Plan, Report, Row, gpu, ours, run
+from moestro.bench import LAYERS, Plan, Report, Row, campaign, gpu, ours, run
+from moestro.bench.guarded import DeviceLostError
 from moestro.bench.layers import named
 from moestro.bench.measure import versions
 from moestro.bench.ops import markdown as op_markdown
@@ -33,6 +36,8 @@ from moestro.errors import MoestroError
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = (1, 4, 16, 128, 512, 2048)
+AFTER_SECONDS = 45.0
+"""Beyond the budget of a GPU's run, for the point that it ends in."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,16 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", default="all", help=f"of {', '.join(LAYERS)}, separated by commas, or all")
     parser.add_argument("--formats", help="of moestro's weights; dense, the default, is the dtype's")
     parser.add_argument("--dtypes", help="of x, and of dense weights; float32,bfloat16, on a GPU bfloat16")
-    parser.add_argument("--peers", help="names, or all, or none; all, on a GPU the four that run there")
+    parser.add_argument("--peers", help="names, or all, or none; all, on a GPU those that run there")
     parser.add_argument("--tokens", help=f"{','.join(map(str, TOKENS))}; on a GPU {','.join(map(str, gpu.TOKENS))}")
     parser.add_argument("--seconds", type=float, help=f"for each variant at each point; 1, on a GPU {gpu.SECONDS}")
     parser.add_argument("--budget", type=float, default=gpu.BUDGET, help="seconds for a whole run on a GPU")
+    parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--name", help="of the files; default: layers, gpu, or the operation")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     try:
         if options.gpu:
-            return _gpu(options)
+            return _gpu(options, sys.argv[1:] if arguments is None else arguments)
         return _ops(options) if options.op else _layers(options)
     except (MoestroError, ValueError, AttributeError) as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
@@ -77,24 +84,79 @@ def _layers(options: argparse.Namespace) -> int:
 
 
 def _write_layers(options: argparse.Namespace, name: str, report: Report) -> None:
-    target = _write(options, name, markdown(report), report.as_json())
-    if any(row.status == "ok" for row in report.rows):
-        roofline(report, target.with_suffix(".png"))
+    _picture(report, _write(options, name, markdown(report), report.as_json()))
 
 
-def _gpu(options: argparse.Namespace) -> int:
-    """A file for each layer as soon as it is measured, and one for them all."""
+def _gpu(options: argparse.Namespace, arguments: list[str]) -> int:
+    """A page for each layer and one for them all, measured by processes of their own: a broken kernel ends only one."""
     reason = gpu.missing()
     if reason is not None:
         print(f"benchmarks/run.py --gpu: {reason}", file=sys.stderr)
         return 2
-    reports = []
-    for report in gpu.run_layers(gpu_plan(options), lambda text: print(text, file=sys.stderr)):
+    if options.state is not None:
+        return _measure_gpu(options)
+    plan, end = gpu_plan(options), time.time() + options.budget
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "found"
+        command = [sys.executable, __file__, *arguments, "--until", str(end), "--state", str(state)]
+        code = campaign.supervise(command, plan, state, end + AFTER_SECONDS, _say)
+        reports = _reports(campaign.Found.load(state))
+    if not reports:
+        return code
+    pages = _pages(options, reports)
+    for layer, page in pages.items():
+        _picture(reports[layer], page)
+    print(gpu.summary(list(reports.values())))
+    return 1 if any(report.wrong for report in reports.values()) else code
+
+
+def _measure_gpu(options: argparse.Namespace) -> int:
+    """Measure, or go on measuring, until the time that was given."""
+    plan, found = gpu_plan(options), campaign.Found.load(options.state)
+    if options.until is not None:
+        plan = replace(plan, budget=max(options.until - time.time(), 1e-3))
+
+    def on_point(text: str) -> None:
+        found.save(options.state)
+        _say(text)
+
+    try:
+        found.save(options.state)
+        for _ in campaign.run_stages(plan, found, on_point):
+            _pages(options, _reports(found))
+    except DeviceLostError as error:
+        print(f"the device is lost: {error}", file=sys.stderr)
+        return campaign.LOST
+    finally:
+        found.save(options.state)
+    return 0
+
+
+def _reports(found: campaign.Found) -> dict[str, Report]:
+    return {layer: report for layer, report in found.reports.items() if report.rows}
+
+
+def _pages(options: argparse.Namespace, reports: dict[str, Report]) -> dict[str, Path]:
+    """Write the page of each layer and the one of all; returns the former by layer."""
+    name, found = options.name or "gpu", list(reports.values())
+    for report in found:
         report.command = _command()
-        reports.append(report)
-        _write_layers(options, f"{options.name or 'gpu'}-{report.rows[0].layer}", report)
-        _write(options, options.name or "gpu", gpu.summary(reports), {"goals": gpu.goals(_rows(reports)), "rows": []})
-    return 1 if any(report.wrong for report in reports) else 0
+    _keep(options, name, gpu.summary(found), {"goals": gpu.goals(_rows(found)), "rows": []})
+    pages = {layer: (markdown(report), report.as_json()) for layer, report in reports.items()}
+    return {layer: _keep(options, f"{name}-{layer}", *page) for layer, page in pages.items()}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _picture(report: Report, page: Path) -> None:
+    """The roofline beside a page, where there is something to draw and what draws it."""
+    if any(row.status == "ok" for row in report.rows):
+        try:
+            roofline(report, page.with_suffix(".png"))
+        except ImportError as error:
+            print(f"no picture: {error}", file=sys.stderr)
 
 
 def gpu_plan(options: argparse.Namespace) -> Plan:
@@ -135,15 +197,21 @@ def _ops(options: argparse.Namespace) -> int:
 
 
 def _command() -> str:
-    return " ".join(["python benchmarks/run.py", *sys.argv[1:]])
+    given = " ".join(["python benchmarks/run.py", *sys.argv[1:]])
+    return given.partition(" --until ")[0]
 
 
 def _write(options: argparse.Namespace, name: str, text: str, found: dict[str, object]) -> Path:
+    target = _keep(options, name, text, found)
+    print(text)
+    return target
+
+
+def _keep(options: argparse.Namespace, name: str, text: str, found: dict[str, object]) -> Path:
     options.results.mkdir(parents=True, exist_ok=True)
     target = options.results / f"{datetime.date.today()}-{name}.md"
     target.write_text(text)
     target.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    print(text)
     return target
 
 

@@ -55,6 +55,7 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # a page of the docs switches it off
     try:
         yield
     finally:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moestro import machine
-from moestro.bench import LAYERS, PEERS, Plan, gpu, make_layer, measure, ours
+from moestro.bench import LAYERS, PEERS, Plan, gpu, make_layer, measure, ours, records
 from moestro.bench.guarded import failures
 from moestro.bench.layers import expected_output, inputs
-from moestro.bench.measure import BUDGET_SPENT, Report, Row, peak_of
 from moestro.bench.peers.graphs import MOST_TOKENS, graphed
+from moestro.bench.point import peak_of
+from moestro.bench.records import BUDGET_SPENT, Report, Row
 from moestro.bench.report import markdown
 from moestro.bench.timing import Budget, cold_bytes, event_clock
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.machine import Roof
 from moestro.tolerances import disagreement
-from source import ROOT
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -99,27 +95,6 @@ def test_points_beyond_the_budget_say_so(tiny, known_roof: Roof, monkeypatch: py
         replace(plan, budget=0.0)
 
 
-def test_layers_share_the_budget_and_one_that_does_not_fit_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
-
-    def run(plan: Plan, on_point: object) -> str:
-        asked.append((plan.layers[0].name, plan.budget))
-        now[0] += 50.0
-        if plan.layers[0].name == "mixtral":
-            raise UnsupportedError("too large")
-        return plan.layers[0].name
-
-    monkeypatch.setattr(gpu, "run", run)
-    layers = tuple(LAYERS[name] for name in ("olmoe", "mixtral", "deepseek-v3"))
-    plan = Plan(layers, (1,), (torch.bfloat16,), (ours(),), (), budget=90.0)
-    said: list[str] = []
-    assert list(gpu.run_layers(plan, said.append, lambda: now[0])) == ["olmoe", "deepseek-v3"]
-    assert asked == [("olmoe", 30.0), ("mixtral", 20.0), ("deepseek-v3", 1e-3)]
-    assert said == ["too large"]
-    with pytest.raises(UnsupportedError, match="too large"):
-        list(gpu.run_layers(replace(plan, layers=layers[1:2]), said.append, lambda: now[0]))
-
-
 @pytest.mark.parametrize("peer", [None, "grouped_mm", "torch-grouped_mm"])
 def test_a_graph_is_captured_after_calls_and_replayed(tiny, peer: str | None) -> None:
     cuda, layer = FakeCuda(), make_layer(tiny("olmoe"), torch.float32, 6)
@@ -156,7 +131,7 @@ def test_a_call_that_cannot_be_captured_ends_its_capture(tiny) -> None:
 
 
 def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_is_here", lambda device: True)
+    monkeypatch.setattr(records, "_is_here", lambda device: True)
     plan = gpu.default_plan()
     assert plan.device == "cuda"
     assert plan.tokens == (1, 2, 4, 8, 16, 32, 64, 512, 4096, 8192, 16384)
@@ -167,9 +142,11 @@ def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     peers = [v.name for v in plan.peers]
     assert peers[:4] == ["eager", "batched_mm", "grouped_mm", "torch-grouped_mm"]
-    assert peers[4:] == ["grouped_mm-graph", "torch-grouped_mm-graph"]
+    later = ["triton_kernels-bf16", "triton_kernels-mxfp4", "torch-scaled_grouped_mm"]
+    assert peers[4:8] == [*later, "transformers-fp8"]
+    assert peers[8:] == [f"{name}-graph" for name in ("grouped_mm", "torch-grouped_mm", *later)]
     # As many seconds as every variant may spend at every point leave more than half of the budget to compilers.
-    groups = [measure._groups(plan, torch.bfloat16)][0]
+    groups = [measure.groups(plan, torch.bfloat16)][0]
     timed = sum(len(g.ours) + len(g.peers) for g in groups) * len(plan.tokens) * len(plan.layers) * plan.seconds
     assert timed < plan.budget / 2 < 240
 
@@ -272,55 +249,3 @@ def test_rates_of_a_matrix_unit_are_asked_of_a_gpu_only(monkeypatch: pytest.Monk
     assert machine._fp8_rate(64, torch.device("cpu")) > 1e5
     monkeypatch.setattr(machine, "_PROBE_BYTES", 1 << 24)
     assert set(machine.bandwidths("cpu")) == {"sum", "float32 rows", "bfloat16 rows"}
-
-
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    folder = ROOT / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmarks_run", folder / "run.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
-
-
-@NO_GPU
-def test_without_a_gpu_one_line_says_so(
-    command: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert command.main(["--gpu", "--all", "--results", str(tmp_path / "results")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "there is no CUDA device" in said.err
-    assert not (tmp_path / "results").exists()
-
-
-def test_every_layer_leaves_its_pages_when_it_is_measured(
-    command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "missing", lambda: None)
-    monkeypatch.setattr(measure, "_is_here", lambda device: True)
-    asked: list[Plan] = []
-
-    def run(plan: Plan, on_point: object) -> Report:
-        asked.append(plan)
-        return report([replace(r, layer=plan.layers[0].name) for r in ROWS])
-
-    monkeypatch.setattr(gpu, "run", run)
-    options = ["--gpu", "--layers", "olmoe,mixtral", "--tokens", "1,16", "--formats", "dense,int8", "--budget", "50"]
-    assert command.main([*options, "--results", str(tmp_path)]) == 1  # a peer's output was wrong
-    assert [(p.layers[0].name, p.tokens) for p in asked] == [("olmoe", (1, 16)), ("mixtral", (1, 16))]
-    assert [v.name for v in asked[0].ours] == ["moestro", "moestro-int8", "moestro-graph", "moestro-int8-graph"]
-    names = sorted(p.name.split("-", 3)[3] for p in tmp_path.iterdir())
-    assert names == sorted(
-        [*(f"gpu-{n}.{e}" for n in ("olmoe", "mixtral") for e in ("json", "md", "png")), "gpu.json", "gpu.md"]
-    )
-    [page] = tmp_path.glob("*-gpu.md")
-    assert page.read_text().count("| olmoe | moestro |") == page.read_text().count("| mixtral | moestro |") == 2
-    [stored] = tmp_path.glob("*-gpu-olmoe.json")
-    assert json.loads(stored.read_text())["machine"]["gpu"]["name"] == "Some GPU"
-    assert "Some GPU" in capsys.readouterr().out

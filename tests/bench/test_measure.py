@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from moestro import machine
-from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, ours, run
+from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, measure, ours, run
 from moestro.bench.layers import RESERVE_BYTES, expected_output, inputs
-from moestro.bench.measure import CALL_LIMIT_SECONDS, no_room, too_much
 from moestro.bench.peers import Numbers
+from moestro.bench.point import CALL_LIMIT_SECONDS, no_room, too_much
+from moestro.bench.records import BUDGET_SPENT
+from moestro.bench.timing import Budget
 from moestro.errors import InvalidInputError, UnsupportedError, unsupported
 from moestro.machine import Roof
 from moestro.tolerances import QUANTISED
@@ -355,3 +357,96 @@ def test_bad_plans(tiny, change: dict, sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=r"\[bench layer\] ") as caught:
         Plan(**{**good, **change})
     assert sentence in str(caught.value)
+
+
+def failing(where: str) -> Variant:
+    """A peer that breaks at a stage of its life; at 5 tokens only where it has met them by then."""
+    good = PEERS["eager"]
+
+    def broken(*given: object) -> None:
+        raise torch.OutOfMemoryError(f"no memory in {where}")
+
+    def prepare(layer):
+        bind, calls = good.prepare(layer), []
+
+        def bind_or_break(x, routing):
+            def call():
+                calls.append(x)
+                if where == "timing" and len(calls) > 3:
+                    broken()
+                return bind(x, routing)()
+
+            if x.shape[0] == 5 and where in ("bind", "call"):
+                return broken() if where == "bind" else broken
+            return call
+
+        return broken() if where == "prepare" else bind_or_break
+
+    return Variant("fragile", broken if where == "refuses" else good.refuses, prepare, good.cost)
+
+
+@pytest.mark.parametrize("where", ["refuses", "prepare", "bind", "call", "timing"])
+def test_a_variant_that_breaks_is_a_row_with_the_reason(tiny, known_roof: Roof, where: str) -> None:
+    report = run(plan(tiny("olmoe"), peers=("eager", failing(where))))
+    for row in report.rows:
+        if row.variant == "fragile" and (row.num_tokens == 5 or where not in ("bind", "call")):
+            assert (row.status, row.reason) == ("skipped", f"no memory in {where}")
+            assert row.microseconds is row.ratio is None
+        else:
+            assert row.status == "ok"
+            assert row.microseconds > 0
+
+
+@pytest.mark.parametrize(("where", "lost"), [("make_layer", (1, 5)), ("Point", (5,)), ("run_point", (5,))])
+def test_what_breaks_for_every_variant_is_a_row_for_each(
+    tiny, known_roof: Roof, where: str, lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = getattr(measure, where)
+
+    def broken(*given, **named):
+        point = given[0] if where == "run_point" else given[1]
+        if where == "make_layer":
+            meets = given[0].name == "olmoe"
+        else:
+            meets = (point.layer if where == "run_point" else given[0]).spec.name == "olmoe" and point.num_tokens == 5
+        if meets:
+            raise RuntimeError("an illegal memory access\n  was encountered")
+        return good(*given, **named)
+
+    monkeypatch.setattr(measure, where, broken)
+    report = run(plan(tiny("olmoe"), tiny("mixtral")))
+    for row in report.rows:
+        if row.layer == "olmoe" and row.num_tokens in lost:
+            assert (row.status, row.reason) == ("skipped", "an illegal memory access was encountered")
+            assert (row.active_experts, row.num_experts, row.kind) == (
+                0,
+                6,
+                "peer" if row.variant == "eager" else "moestro",
+            )
+        else:
+            assert row.status == "ok"
+    assert [(row.layer, row.num_tokens, row.variant) for row in report.rows] == [
+        (layer, num_tokens, variant)
+        for layer in ("olmoe", "mixtral")
+        for num_tokens in (1, 5)
+        for variant in ("moestro", "eager")
+    ]
+    json.dumps(report.as_json(), allow_nan=False)
+
+
+def test_a_spent_budget_makes_no_layer(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "make_layer", lambda *given: pytest.fail("made"))
+    report, wanted = measure.start(plan(tiny("olmoe"), tiny("mixtral")))
+    now = [0.0]
+    budget = Budget(1.0, 4, lambda: now[0])
+    now[0] = 2.0
+    assert measure.extend(report, wanted, budget, lambda text: pytest.fail(text)) == []
+    assert [row.reason for row in report.rows] == [BUDGET_SPENT] * 8
+
+
+def test_points_that_are_left_out_leave_their_seconds_to_others() -> None:
+    budget = Budget(100.0, 10, lambda: 0.0)
+    budget.drop(6)
+    assert budget.share(1, 1e9) == 25.0
+    assert not budget.is_spent
+    assert not Budget(None, 1).is_spent

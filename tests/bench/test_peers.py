@@ -121,8 +121,13 @@ def test_names() -> None:
     assert everything[0] == "eager"
     place = everything.index("torch-grouped_mm")
     assert set(everything[1:place]) == set(ALL_EXPERTS_FUNCTIONS) - {"moestro"}
-    assert {name.split("-")[0] for name in everything[place:]} == {"torch", "vllm", "ggml", "ort", "kt", "onednn"}
-    assert {p.name for p in named_peers(["all"]) if p.device == "cuda"} == {"deepgemm", "sonicmoe"}
+    assert {name.split("-")[0] for name in everything[place:]} == {
+        *("torch", "triton_kernels", "transformers", "vllm", "ggml", "ort", "kt", "onednn")
+    }
+    assert {p.name for p in named_peers(["all"]) if p.device == "cuda"} == {
+        *("deepgemm", "sonicmoe", "triton_kernels-bf16", "triton_kernels-mxfp4"),
+        *("torch-scaled_grouped_mm", "transformers-fp8"),
+    }
     with pytest.raises(InvalidInputError, match="peer 'vllm'; needs one of eager, "):
         named_peers(["eager", "vllm"])
     with pytest.raises(InvalidInputError, match="fastest"):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 
 from moestro import settings
 from moestro.bench import make_layer, tune
+from moestro.bench.peers.graphs import captured
 from moestro.cli import app
 from moestro.errors import UnsupportedError
 from moestro.ops.expert_mlp import triton, triton_tuned
@@ -140,14 +144,70 @@ def test_trials_refuse_plans_whose_output_is_another(
     triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(tune_spec(), torch.bfloat16, 4, triton_device)
-    trial = tune.Trial.of(layer, layer.weights, 3, lambda call: call().numel() * 1.0)
+    trial = replace(
+        tune.Trial.of(layer, layer.weights, 3, lambda call: call().numel() * 1.0), capture=lambda call: call
+    )
     plan = choose(trial.problem, INTERPRETER, ("auto", None), False)
     assert trial.seconds(plan) == 3 * 32
+    assert trial.failed == []
     launch = triton.launch
     monkeypatch.setattr(triton, "launch", lambda *given: launch(*given) * 1.5)
     assert trial.seconds(plan) is None
     monkeypatch.setattr(triton, "launch", lambda *given: (_ for _ in ()).throw(RuntimeError("out of resources")))
     assert trial.seconds(plan) is None
+    assert "worst error" in trial.failed[0]
+    assert trial.failed[1] == "out of resources"
+
+
+@pytest.mark.parametrize(("num_tokens", "graphs"), [(1, True), (64, True), (65, False)])
+def test_few_tokens_are_timed_as_graphs(num_tokens: int, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for torch.cuda: what the clock is handed replays a graph, or launches."""
+    log: list[str] = []
+    output = torch.ones(num_tokens, 4)
+
+    def launch(*given: object) -> torch.Tensor:
+        log.append("launch")
+        return output
+
+    def clock(call: Callable[[], torch.Tensor]) -> float:
+        log.clear()
+        assert call() is output
+        return {"replay": 1.0, "launch": 2.0}[" ".join(log)]
+
+    cuda = SimpleNamespace(
+        Stream=lambda: SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None),
+        current_stream=lambda: SimpleNamespace(wait_stream=lambda other: None),
+        stream=lambda stream: nullcontext(),
+        graph_pool_handle=lambda: "pool",
+        CUDAGraph=lambda: SimpleNamespace(
+            capture_begin=lambda pool: log.append("begin"),
+            capture_end=lambda: log.append("end"),
+            replay=lambda: log.append("replay"),
+        ),
+    )
+    monkeypatch.setattr(triton, "launch", launch)
+    x, routings = torch.zeros(num_tokens, 4), [None] * tune.ROUNDS
+    trial = tune.Trial(x, routings, None, PROBLEM, output, clock, partial(captured, module=cuda))
+    assert trial.seconds(plan_for(PROBLEM)) == (1.0 if graphs else 2.0)
+    assert trial.failed == []
+    if graphs:
+        cuda.CUDAGraph = lambda: (_ for _ in ()).throw(RuntimeError("no graphs here"))
+        assert trial.seconds(plan_for(PROBLEM)) is None
+        assert trial.failed == ["no graphs here"]
+
+
+def test_a_device_on_which_no_plan_runs_keeps_none(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune.machine, "describe_gpu", lambda device: {"l2_bytes": 0})
+    monkeypatch.setattr(tune.gpu, "device_of", lambda tensor: HOPPER)
+    monkeypatch.setattr(tune, "make_layer", lambda spec, dtype, count, device: make_layer(spec, dtype, count))
+    monkeypatch.setattr(tune, "event_clock", lambda device, cold: lambda call: 1.0)
+    broken = tune.Trial(torch.zeros(1, 4), [], None, PROBLEM, torch.zeros(1), lambda call: 1.0, failed=["it hangs"])
+    monkeypatch.setattr(tune.Trial, "of", lambda *given: replace(broken))
+    monkeypatch.setattr(tune.Trial, "seconds", lambda self, plan: None)
+    with pytest.raises(UnsupportedError, match="no plan that runs at T = 1: it hangs"):
+        tune.tune(tune_spec(), None, (1,))
+    assert list(own_cache.rglob("*.json")) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

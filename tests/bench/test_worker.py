@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moestro.bench import Variant, make_layer, ours
+from moestro.bench import Plan, Variant, make_layer, ours, run
 from moestro.bench.layers import expected_output, inputs
-from moestro.bench.measure import Plan, run
 from moestro.bench.peers import worker
 from moestro.errors import UnsupportedError
 from moestro.tolerances import disagreement

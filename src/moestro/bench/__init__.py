@@ -1,8 +1,9 @@
 """Named layers, peers and timed runs: what `moestro bench` calls."""
 
 from moestro.bench.layers import LAYERS, Layer, LayerSpec, make_layer
-from moestro.bench.measure import Plan, Report, Row, run
+from moestro.bench.measure import run
 from moestro.bench.peers import PEERS, Variant, ours
+from moestro.bench.records import Plan, Report, Row
 
 __all__ = [
     "LAYERS",

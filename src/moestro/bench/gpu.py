@@ -1,29 +1,27 @@
-"""The benchmark of a GPU: what it measures by default, layer after layer within a time, and what came of the goals."""
+"""The benchmark of a GPU: what it measures by default, and what came of the goals."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
 import torch
 
 from moestro.bench.layers import LAYERS
-from moestro.bench.measure import Plan, Report, Row, run
 from moestro.bench.peers import PEERS, ours
-from moestro.bench.peers.graphs import MOST_TOKENS, graphed
-from moestro.errors import UnsupportedError
+from moestro.bench.peers.graphs import GRAPH, MOST_TOKENS, graphed
+from moestro.bench.records import Plan, Report, Row
 
 DEVICE = "cuda"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096, 8192, 16384)
-NAMES = ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "mixtral", "olmoe", "llama4-scout")
-"""Layers, those first that a spent budget must not leave out."""
+NAMES = ("olmoe", "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "mixtral", "llama4-scout")
 FORMATS = ("dense", "fp8-e4m3-b128", "fp8-e4m3-b128/fp8-e4m3", "mxfp4")
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
-PEER_NAMES = (*TRANSFORMERS, "torch-grouped_mm")
-GRAPHED = ("grouped_mm", "torch-grouped_mm")
+OF_8_BITS = ("torch-scaled_grouped_mm", "transformers-fp8")
+TRITON_KERNELS = ("triton_kernels-bf16", "triton_kernels-mxfp4")
+PEER_NAMES = (*TRANSFORMERS, "torch-grouped_mm", *TRITON_KERNELS, *OF_8_BITS)
+GRAPHED = ("grouped_mm", "torch-grouped_mm", *TRITON_KERNELS, "torch-scaled_grouped_mm")
 """Peers that are also timed as graphs: eager waits for the device, and batched_mm would hold its copies of weights."""
 SECONDS = 0.15
 BUDGET = 420.0
@@ -62,32 +60,6 @@ def default_plan(names: tuple[str, ...] = NAMES, formats: tuple[str, ...] = FORM
     )
 
 
-def run_layers(
-    plan: Plan, on_point: Callable[[str], None] = lambda text: None, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[Report]:
-    """A report for each layer of the plan as soon as it is measured; layers share what is left of the budget evenly.
-
-    Raises:
-        UnsupportedError: memory holds none of the layers.
-    """
-    end = None if plan.budget is None else clock() + plan.budget
-    refusal: UnsupportedError | None = None
-    found = 0
-    for i, spec in enumerate(plan.layers):
-        # What is past its end still asks for a moment, so that every point has a row that says so.
-        share = None if end is None else max((end - clock()) / (len(plan.layers) - i), 1e-3)
-        try:
-            report = run(replace(plan, layers=(spec,), budget=share), on_point)
-        except UnsupportedError as error:
-            refusal = error
-            on_point(str(error))
-            continue
-        found += 1
-        yield report
-    if refusal is not None and not found:
-        raise refusal
-
-
 @dataclass(frozen=True)
 class Point:
     """What was found at one layer, number of bits and number of tokens; None where nothing was.
@@ -114,7 +86,7 @@ def points(rows: list[Row]) -> list[Point]:
     for _, group in groupby(rows, key=lambda row: (row.layer, row.dtype, row.bits, row.num_tokens)):
         measured = {row.variant: row for row in group if row.status == "ok"}
         for mine in [row for row in measured.values() if row.kind == "moestro" and not is_graph(row)]:
-            graph = measured.get(f"{mine.variant}-graph")
+            graph = measured.get(f"{mine.variant}{GRAPH}")
             peers = [row for row in measured.values() if row.kind == "peer"]
             called = _fastest([row for row in peers if not is_graph(row)], mine)
             replayed = _fastest([row for row in peers if is_graph(row)], graph)
@@ -125,7 +97,7 @@ def points(rows: list[Row]) -> list[Point]:
 
 def is_graph(row: Row) -> bool:
     """Whether the row is of a CUDA graph."""
-    return row.variant.endswith("-graph")
+    return row.variant.endswith(GRAPH)
 
 
 def _fastest(peers: list[Row], mine: Row | None) -> tuple[str | None, float | None]:
@@ -189,6 +161,7 @@ def summary(reports: list[Report]) -> str:
     lines = [f"# GPU benchmark, {first.date[:10]}", "", about, "", f"`{first.command}`", ""]
     lines += [f"- {name}: {rate / 1e9:,.0f} GB/s" for name, rate in first.machine.get("bandwidths", {}).items()]
     lines += [f"- {name}: {rate / 1e12:,.0f} TFLOP/s" for name, rate in first.peaks.items()]
+    lines += [f"- {note}" for note in dict.fromkeys(note for r in reports for note in r.notes.get("run", []))]
     lines += ["", *(f"- {line}" for line in goals(rows)), "", _HEAD, "|---|---|" + "---:|" * 5 + "---|---:|---|---:|"]
     lines += [_line(point) for point in points(rows)]
     skipped = sum(row.status != "ok" for row in rows)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import subprocess
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moestro.bench.peers.variant import Call
-from moestro.bench.timing import OwnClock
+from moestro.bench.timing import Timer
 from moestro.errors import UnsupportedError
 
 
@@ -18,7 +21,7 @@ def failures() -> tuple[type[Exception], ...]:
 
     Among them are Triton's own errors, of kernels that do not compile or fit, where Triton is installed.
     """
-    broken = (RuntimeError, LookupError, AssertionError, OSError)
+    broken = (RuntimeError, LookupError, AssertionError, OSError, ArithmeticError, subprocess.SubprocessError)
     known = (*broken, ImportError, AttributeError, ValueError, TypeError, UnsupportedError)
     try:
         errors: Any = importlib.import_module("triton.errors")
@@ -27,36 +30,50 @@ def failures() -> tuple[type[Exception], ...]:
     return (*known, errors.TritonError)
 
 
-class _Guarded:
+class Guarded:
     """A call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
 
     def __init__(self, call: Call, name: str, failed: dict[str, str]) -> None:
-        self.call, self.name, self.failed = call, name, failed
+        self._call, self._name, self._failed = call, name, failed
 
-    def __call__(self) -> None:
-        self._noting(self.call)
+    def __call__(self) -> Tensor:
+        return self._call()
 
-    def _noting(self, do: Callable[[], object]) -> object:
+    def seconds_by(self, clock: Timer) -> float:
+        """Seconds of the call by a clock, 0 where it or one of its name raised."""
+        if self._name in self._failed:
+            return 0.0
         try:
-            return do()
+            return clock(self._call)
         except failures() as error:
-            self.failed[self.name] = sentence(error)
+            self._failed[self._name] = sentence(error)
             return 0.0
 
 
-class _GuardedClock(_Guarded):
-    """The same of a call that has a clock of its own."""
+class DeviceLostError(Exception):
+    """The device computes nothing for this process any more, as after an access to memory that is not there.
 
-    def seconds(self) -> float:
-        """Those of the call, 0 where it raised."""
-        assert isinstance(self.call, OwnClock)
-        found: Any = self._noting(self.call.seconds)
-        return float(found)
+    Args:
+        variant: what ran when that was noticed, or None where that is not known.
+        reason: what it raised.
+    """
+
+    def __init__(self, variant: str | None, reason: str) -> None:
+        super().__init__(reason)
+        self.variant, self.reason = variant, reason
 
 
-def guarded(call: Call, name: str, failed: dict[str, str]) -> _Guarded:
-    """The call, with its own clock where it has one, which notes in `failed` under `name` what it raised."""
-    return (_GuardedClock if isinstance(call, OwnClock) else _Guarded)(call, name, failed)
+def check_device(device: torch.device, variant: str | None, reason: str) -> None:
+    """After a variant failed.
+
+    Raises:
+        DeviceLostError: the device did not survive it.
+    """
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except failures() as error:
+            raise DeviceLostError(variant, reason) from error
 
 
 def sentence(error: Exception) -> str:

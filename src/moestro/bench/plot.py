@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moestro.bench.measure import Report, Row
+from moestro.bench.records import Report, Row
 from moestro.bench.report import by_layer, machine_line, title
 from moestro.errors import invalid_input
 from moestro.machine import Roof

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from moestro.bench.measure import Report, Row
+from moestro.bench.records import Report, Row
 
 if TYPE_CHECKING:
     from rich.table import Table

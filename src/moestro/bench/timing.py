@@ -109,6 +109,15 @@ class Budget:
         remaining = self._end - self._clock()
         return None if remaining <= 0 else min(most, remaining / left / max(num_variants, 1))
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether no point is to be begun any more."""
+        return self._end is not None and self._clock() >= self._end
+
+    def drop(self, num_points: int) -> None:
+        """Take so many points that will not be asked for out of those that share what is left."""
+        self._left -= num_points
+
 
 def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer) -> dict[str, list[float]]:
     """Time variants round-robin, in reversed order on odd rounds.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor
 
 from moestro import machine
-from moestro.bench.guarded import failures
+from moestro.bench.guarded import failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, inputs, make_layer
+from moestro.bench.peers.graphs import MOST_TOKENS, captured
+from moestro.bench.peers.variant import Call
 from moestro.bench.timing import Timer, cold_bytes, event_clock
 from moestro.errors import unsupported
 from moestro.ops import gpu
@@ -58,7 +62,8 @@ def tune(
     """Time candidates for a layer in bfloat16 on the current CUDA device, and store the best plan for each T.
 
     Routings are random ones of the benchmark, in turn, so that no two calls in a row read the same experts. Outputs
-    have to agree with those of the plan by default.
+    have to agree with those of the plan by default. Up to 64 tokens what is timed are CUDA graphs of the calls: without
+    them the host's launches take longer than the kernels, and all plans alike.
 
     Args:
         spec: the layer, of the sizes that a model has on this device.
@@ -67,7 +72,7 @@ def tune(
         on_found: called with what was found for each of them.
 
     Raises:
-        UnsupportedError: there is no CUDA device on which the kernels run.
+        UnsupportedError: there is no CUDA device on which the kernels run, or no plan runs.
     """
     if not torch.cuda.is_available():
         raise unsupported(
@@ -82,6 +87,13 @@ def tune(
         for num_tokens in tokens:
             trial = Trial.of(layer, weights, num_tokens, clock)
             best = descend(trial.problem, device, trial.seconds)
+            if not isfinite(best.seconds):
+                raise unsupported(
+                    "tune",
+                    got=f"no plan that runs at T = {num_tokens}: {trial.failed[0]}",
+                    needs="one at least",
+                    fix="See whether moestro.expert_mlp runs on this device.",
+                )
             triton_tuned.store(triton_tuned.device_name(layer.device), {trial.problem: best.plan})
             on_found(best)
             found.append(best)
@@ -90,7 +102,7 @@ def tune(
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Calls of one layer on one number of tokens, by whatever plan."""
+    """Calls of one layer on one number of tokens, by whatever plan; `failed` is why some of them could not be timed."""
 
     x: Tensor
     routings: list[Routing]
@@ -98,6 +110,8 @@ class Trial:
     problem: Problem
     expected: Tensor
     clock: Timer
+    capture: Callable[[Call], Call] = captured
+    failed: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, layer: Layer, weights: ExpertWeights, num_tokens: int, clock: Timer) -> Trial:
@@ -108,16 +122,22 @@ class Trial:
         expected = triton.launch(x, routings[0], weights, how).float()
         return cls(x, routings, weights, problem, expected, clock)
 
+    def calls(self, plan: Plan) -> list[Call]:
+        """One for each routing: captured as a CUDA graph for few tokens, whose launches would take longer."""
+        plain = [partial(triton.launch, self.x, r, self.weights, plan) for r in self.routings]
+        return [self.capture(call) for call in plain] if self.x.shape[0] <= MOST_TOKENS else list(plain)
+
     def seconds(self, plan: Plan) -> float | None:
         """The median time of a call; None where the plan does not compile, fit or agree."""
         try:
             output = triton.launch(self.x, self.routings[0], self.weights, plan)
-            if disagreement(output, self.expected, self.x.dtype) is not None:
-                return None
-            turns = itertools.islice(itertools.cycle(self.routings), ROUNDS)
-            return median(self.clock(lambda r=r: triton.launch(self.x, r, self.weights, plan)) for r in turns)  # type: ignore[misc]
-        except failures():
-            return None
+            wrong = disagreement(output, self.expected, self.x.dtype)
+            if wrong is None:
+                return median(map(self.clock, itertools.islice(itertools.cycle(self.calls(plan)), ROUNDS)))
+            self.failed.append(wrong)
+        except failures() as error:
+            self.failed.append(sentence(error))
+        return None
 
 
 def descend(problem: Problem, device: Device, seconds: Callable[[Plan], float | None]) -> Found:

@@ -6,6 +6,7 @@ numbers works on the very tensors of `Layer.stored`; one that stores them in its
 
 from __future__ import annotations
 
+from moestro.bench.peers.fp8 import FP8
 from moestro.bench.peers.ggml import GGML
 from moestro.bench.peers.kt import KT
 from moestro.bench.peers.onnx import ONNX
@@ -13,13 +14,15 @@ from moestro.bench.peers.ours import ours
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
 from moestro.bench.peers.torch_packed import TORCH_PACKED
 from moestro.bench.peers.transformers_experts import TRANSFORMERS
+from moestro.bench.peers.triton_kernels import TRITON_KERNELS
 from moestro.bench.peers.variant import DENSE, Bind, Call, Cost, Numbers, Variant
 from moestro.bench.peers.vllm import VLLM
 from moestro.errors import invalid_input
 
 __all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "named_peers", "ours"]
 
-PEERS = {peer.name: peer for peer in (*TRANSFORMERS, TORCH_GROUPED, *VLLM, *GGML, *ONNX, *KT, *TORCH_PACKED)}
+_ON_GPUS = (*TRITON_KERNELS, *FP8)
+PEERS = {p.name: p for p in (*TRANSFORMERS, TORCH_GROUPED, *_ON_GPUS, *VLLM, *GGML, *ONNX, *KT, *TORCH_PACKED)}
 """Every peer by name: all of Transformers' implementations first."""
 
 

@@ -18,6 +18,8 @@ from moestro.types import Routing
 MOST_TOKENS = 64
 """For more the host is far ahead of the device, and a graph changes nothing."""
 _CALLS_BEFORE = 2
+GRAPH = "-graph"
+"""What a graph's name has beyond that of the call."""
 
 
 def graphed(variant: Variant, module: Any = torch.cuda) -> Variant:
@@ -25,7 +27,7 @@ def graphed(variant: Variant, module: Any = torch.cuda) -> Variant:
 
     A call that cannot be captured, because it waits for the device, raises what PyTorch says of it.
     """
-    return replace(variant, name=f"{variant.name}-graph", prepare=partial(_prepare, variant, module), device="cuda")
+    return replace(variant, name=f"{variant.name}{GRAPH}", prepare=partial(_prepare, variant, module), device="cuda")
 
 
 def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
@@ -39,14 +41,15 @@ def _prepare(variant: Variant, module: Any, layer: Layer) -> Bind:
                 needs=f"at most {MOST_TOKENS}, beyond which the host is far ahead",
                 fix="Read the row without a graph.",
             )
-        return _captured(bind(x, routing), module.graph_pool_handle(), module)
+        return captured(bind(x, routing), module)
 
     return bind_graph
 
 
-def _captured(call: Call, pool: object, module: Any) -> Call:
-    """Kernels are compiled, and libraries find their memory, in calls on a stream of their own before the capture.
+def captured(call: Call, module: Any = torch.cuda) -> Call:
+    """A call that replays this one, which returns the same tensor each time; `module` is torch.cuda.
 
+    Kernels are compiled, and libraries find their memory, in calls on a stream of their own before the capture.
     `torch.cuda.graph` would collect garbage and hand memory back at each capture, of which there are many here.
     """
     stream, graph = module.Stream(), module.CUDAGraph()
@@ -55,7 +58,7 @@ def _captured(call: Call, pool: object, module: Any) -> Call:
         for _ in range(_CALLS_BEFORE):
             call()
         stream.synchronize()
-        graph.capture_begin(pool=pool)
+        graph.capture_begin(pool=module.graph_pool_handle())
         captured = False
         try:
             output = call()

@@ -84,6 +84,7 @@ class Variant:
         device: the only type of device it runs on, or None for any.
         numbers: what it computes with.
         absent: None, or the sentence why it cannot run on this machine at all.
+        compiles: whether calls compile kernels, for the first of their kind.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Variant:
     device: str | None = None
     numbers: Numbers = field(default=Numbers())
     absent: Callable[[], str | None] = field(default=lambda: None)
+    compiles: bool = False
 
 
 def cost(layer: Layer, routing: Routing) -> Cost:

@@ -1,0 +1,201 @@
+"""One point of a benchmark: every variant's output checked, then all of them timed against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from moestro import machine
+from moestro.bench.guarded import Guarded, check_device, failures, sentence
+from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, expected_output, flops, inputs
+from moestro.bench.peers.variant import DENSE, Bind, Variant
+from moestro.bench.records import Place, Row, Status
+from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
+from moestro.machine import Roof
+from moestro.tolerances import disagreement, relative_error, too_far
+from moestro.types import Routing
+
+CALL_LIMIT_SECONDS = 30.0
+"""A variant whose single call would take longer at the machine's roof is skipped."""
+
+FEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What times are held against."""
+
+    roof: Roof
+    peaks: dict[str, float]
+
+
+def timer(layer: Layer) -> Timer:
+    """The clock of a layer's calls: the wall's, or on a CUDA device events, with a cold L2 where weights would fit."""
+    if layer.device.type != "cuda":
+        return wall_clock(layer.device)
+    cache = machine.describe_gpu(layer.device)["l2_bytes"]
+    return event_clock(layer.device, cold_bytes(cache, layer.num_experts * layer.weights.bytes_per_expert))
+
+
+def no_room(variant: Variant, layer: Layer) -> str | None:
+    """None, or the sentence why memory does not hold what a variant makes of the weights."""
+    if variant.numbers.bits_per_weight is None:
+        return None
+    weights = 3 * layer.spec.hidden_size * layer.spec.intermediate_size * layer.num_experts
+    copy = variant.numbers.bytes_per_expert(layer) * layer.num_experts
+    needed = round(copy + weights * variant.numbers.bits_to_prepare / 8) + RESERVE_BYTES
+    free = machine.available_bytes(layer.device)
+    if needed <= free:
+        return None
+    return f"needs {needed / 1e9:.1f} GB for a copy of the weights and what else there is; {free / 1e9:.1f} GB are free"
+
+
+class Point:
+    """One layer, dtype, number of bits and of tokens: its inputs, and the truth about some of them."""
+
+    def __init__(self, layer: Layer, place: Place, limits: Limits) -> None:
+        self.layer, self.place, self.num_tokens = layer, place, place.num_tokens
+        self.roof, self.peaks = limits.roof, limits.peaks
+        num_tokens = place.num_tokens
+        few = num_tokens <= FEW_TOKENS
+        self.x, self.routings = inputs(layer, num_tokens, count=16 if few else 4)
+        # Few tokens touch few experts, so two inputs are checked; many tokens touch most of them in one.
+        self.checked = self.routings[:: max(len(self.routings) - 1, 1)] if few else self.routings[:1]
+        self._expected: dict[str, list[Tensor]] = {}
+        self.errors: dict[str, float] = {}
+        self.flops = flops(layer.spec, self.routings[0])
+        self.active = active_experts(self.routings[0].expert_ids)
+
+    def expected(self, format: str) -> list[Tensor]:
+        """The reference's outputs for the checked inputs, on weights in a format."""
+        if format not in self._expected:
+            own = None if format == DENSE else format
+            self._expected[format] = [expected_output(self.layer, self.x, r, own) for r in self.checked]
+        return self._expected[format]
+
+    def judge(self, variant: Variant, bind: Bind) -> tuple[Status, str | None]:
+        """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`."""
+        reason = too_much(variant, self.layer, self.routings[0], self.roof)
+        if reason is not None:
+            return "skipped", reason
+        self.expected(variant.numbers.reference)
+        try:
+            wrong = self._wrong(variant, bind)
+        except failures() as error:
+            check_device(self.layer.device, variant.name, sentence(error))
+            return "skipped", sentence(error)
+        return ("ok", None) if wrong is None else ("wrong output", wrong)
+
+    def _wrong(self, variant: Variant, bind: Bind) -> str | None:
+        """None, or the sentence how an output of a variant is wrong."""
+        numbers = variant.numbers
+        own = self.expected(numbers.reference)
+        for routing, expected, plain in zip(self.checked, own, self.expected(DENSE), strict=True):
+            output: Tensor = bind(self.x, routing)()
+            if numbers.bound is None:
+                wrong = disagreement(output, expected, self.layer.dtype)
+            else:
+                wrong = too_far(output, expected, numbers.bound)
+            if wrong is not None:
+                return wrong
+            off = relative_error(output, plain)
+            self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
+        return None
+
+    def row(self, variant: Variant, status: Status, reason: str | None) -> Row:
+        """What is known of a variant before its times are."""
+        return replace(
+            Row.skipped(self.place, variant, reason),
+            status=status,
+            num_experts=self.layer.num_experts,
+            active_experts=self.active,
+            flop_per_byte=self.flops / self.nbytes(variant),
+            error=self.errors.get(variant.name) if status == "ok" else None,
+        )
+
+    def nbytes(self, variant: Variant) -> int:
+        """Bytes of the active experts as the variant stores them."""
+        return self.active * variant.numbers.bytes_per_expert(self.layer)
+
+    def timed(self, row: Row, variant: Variant, samples: list[float]) -> Row:
+        """The row with what follows from the times."""
+        seconds, nbytes = median(samples), self.nbytes(variant)
+        peak = peak_of(variant, self.layer.dtype, self.peaks)
+        return replace(
+            row,
+            samples=len(samples),
+            microseconds=seconds * 1e6,
+            gigabytes_per_second=nbytes / seconds / 1e9,
+            gigaflops=self.flops / seconds / 1e9,
+            roof_share=self.roof.seconds(self.flops, nbytes) / seconds,
+            bandwidth_share=nbytes / seconds / self.roof.bytes_per_second,
+            peak=peak,
+            peak_share=None if peak is None else self.flops / seconds / self.peaks[peak],
+        )
+
+
+def run_point(point: Point, bound: dict[str, Bind], refused: dict[str, str], seconds: float) -> list[Row]:
+    """A row for each variant: those that are `bound` are checked and timed, `seconds` each, the others refused.
+
+    Raises:
+        DeviceLostError: one of them broke the device.
+    """
+    place = point.place
+    verdicts: dict[str, tuple[Status, str | None]] = {
+        v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name])
+        for v in place.variants
+    }
+    bound = {name: bound[name] for name, (status, _) in verdicts.items() if status == "ok"}
+    times, failed = _timed(point, bound, seconds)
+    for name, reason in failed.items():
+        check_device(point.layer.device, name, reason)
+        verdicts[name] = ("skipped", reason)
+    baseline, rows = place.ours[0].name, []
+    for variant in place.variants:
+        row = point.row(variant, *verdicts[variant.name])
+        own = times.get(variant.name)
+        if own is not None:
+            row = point.timed(row, variant, own)
+            row.ratios.update((o.name, ratio(own, times[o.name]).median) for o in place.ours if o.name in times)
+            if baseline in times and variant.name != baseline:
+                against = ratio(own, times[baseline])
+                row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
+        rows.append(row)
+    return rows
+
+
+def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Times of those that did not fail, and why the others did, the first of them first."""
+    failed: dict[str, str] = {}
+    calls: dict[str, list[Guarded]] = {}
+    for name, bind in bound.items():
+        try:
+            calls[name] = [Guarded(bind(point.x, routing), name, failed) for routing in point.routings]
+        except failures() as error:
+            failed[name] = sentence(error)
+            check_device(point.layer.device, name, failed[name])
+    clock = timer(point.layer)
+    times = alternate(calls, seconds, lambda call: call.seconds_by(clock))  # type: ignore[attr-defined]
+    return {name: own for name, own in times.items() if name not in failed}, failed
+
+
+def peak_of(variant: Variant, dtype: torch.dtype, peaks: dict[str, float]) -> str | None:
+    """Which peak a variant's rate is a share of, or None where it was not measured."""
+    floats = "bf16-mm" if "bf16-mm" in peaks and dtype.itemsize == 2 else "fma"
+    name = {"int8": "vnni", "fp8-e4m3": "fp8-mm"}.get(variant.numbers.products, floats)
+    return name if name in peaks else None
+
+
+def too_much(variant: Variant, layer: Layer, routing: Routing, roof: Roof) -> str | None:
+    """None, or the sentence why one call of a variant takes too much memory or time."""
+    cost = variant.cost(layer, routing)
+    free = machine.available_bytes(layer.device)
+    if cost.workspace > free // 2:
+        return f"needs {cost.workspace / 1e9:.1f} GB beside the weights; half of the free memory is {free / 2e9:.1f} GB"
+    seconds = roof.seconds(cost.flops, cost.nbytes)
+    if seconds > CALL_LIMIT_SECONDS:
+        return f"one call takes {seconds:.0f} s even at this machine's roof; the limit is {CALL_LIMIT_SECONDS:.0f} s"
+    return None

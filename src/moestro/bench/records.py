@@ -1,0 +1,211 @@
+"""What a benchmark is asked, and what it found: a plan, rows, a report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from moestro.bench.layers import LayerSpec
+from moestro.bench.peers.variant import Variant
+from moestro.errors import invalid_input
+from moestro.machine import Roof
+
+BUDGET_SPENT = "the run's time budget was spent before this point"
+
+Status = Literal["ok", "skipped", "wrong output"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        layers, tokens, dtypes: every combination is one point, with those of `ours` whose weights have as many bits.
+        ours: moestro's variants; every ratio is to the first of the point.
+        peers: what they are compared with where their weights have as many bits as moestro's.
+        seconds: time each variant may spend on a point.
+        device: where.
+        budget: seconds for the whole run, or None. Points share what is left of it; those it does not reach are
+            skipped, which their rows say.
+
+    Raises:
+        InvalidInputError: nothing to measure, T < 1, seconds <= 0, a dtype that is no float of 16 or 32 bits, or a
+            device that is not here.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    tokens: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    ours: tuple[Variant, ...]
+    peers: tuple[Variant, ...]
+    seconds: float = 1.0
+    device: str = "cpu"
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.layers and self.tokens and self.dtypes and self.ours):
+            raise invalid_input(
+                "bench layer",
+                got=f"{len(self.layers)} layers, {len(self.tokens)} token counts, {len(self.dtypes)} dtypes, "
+                f"{len(self.ours)} variants",
+                needs="at least one of each",
+                fix="Leave an option out for its default.",
+            )
+        given = {"tokens": min(self.tokens), "seconds per point": self.seconds, "budget": self.budget}
+        for name, value in given.items():
+            if value is not None and not value > 0:
+                raise invalid_input("bench layer", got=f"{name} {value}", needs="more than 0", fix="Try 1.")
+        for dtype in self.dtypes:
+            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise invalid_input(
+                    "bench layer", got=f"{dtype}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
+                )
+        if not _is_here(self.device):
+            raise invalid_input(
+                "bench layer", got=f"device {self.device!r}", needs="a torch device of this machine", fix="Try cpu."
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant at one point. Times, rates and ratio are None where nothing was measured.
+
+    Attributes:
+        dtype: of the tokens, and of the weights where they are no quantised ones.
+        bits: of a weight, in whole numbers; rows of as many are compared.
+        format: how the variant stores its weights.
+        kind: "moestro" or "peer".
+        status, reason: "ok", or why there is no number.
+        num_experts, published_num_experts: experts in memory here, and in the published model.
+        active_experts: distinct experts that each routing touches; 0 where the point was not reached.
+        microseconds: median of `samples` calls.
+        gigabytes_per_second: weights of the active experts as the variant stores them, read once, over the time.
+        gigaflops: 6 * H * I FLOP for every (token, expert) pair over the time, in 1e9 per second.
+        roof_share: the least time at the machine's roof over the time.
+        bandwidth_share: gigabytes_per_second over the roof's.
+        peak, peak_share: gigaflops over a peak of the machine's registers, and which ("vnni" where the variant
+            multiplies int8 numbers, else "fma"; on a CUDA device "bf16-mm" for 16-bit x, "fp8-mm" where both are
+            fp8); None where that was not measured.
+        error: relative L2 error of a checked output against the layer's own weights, whatever the variant's are.
+        ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
+        ratio_low, ratio_high: lower and upper quartile over rounds.
+        ratios: the same median against each of moestro's variants at the point, by name.
+    """
+
+    layer: str
+    dtype: str
+    bits: int
+    num_tokens: int
+    variant: str
+    format: str
+    kind: Literal["moestro", "peer"]
+    status: Status
+    reason: str | None
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    published_num_experts: int
+    top_k: int
+    active_experts: int
+    flop_per_byte: float
+    samples: int = 0
+    microseconds: float | None = None
+    gigabytes_per_second: float | None = None
+    gigaflops: float | None = None
+    roof_share: float | None = None
+    bandwidth_share: float | None = None
+    peak: str | None = None
+    peak_share: float | None = None
+    error: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def skipped(cls, place: Place, variant: Variant, reason: str | None) -> Row:
+        """Of a variant that was not run at a point."""
+        spec, dtype = place.spec, place.dtype
+        return cls(
+            layer=spec.name,
+            dtype=dtype_name(dtype),
+            bits=variant.numbers.bits_in(dtype),
+            num_tokens=place.num_tokens,
+            variant=variant.name,
+            format=variant.numbers.name_in(dtype),
+            kind="moestro" if variant in place.ours else "peer",
+            status="skipped",
+            reason=reason,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_experts=spec.num_experts,
+            published_num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            active_experts=0,
+            flop_per_byte=0.0,
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which point of a plan: layer, dtype and tokens, with the variants of moestro and of others that meet there."""
+
+    spec: LayerSpec
+    dtype: torch.dtype
+    num_tokens: int
+    ours: tuple[Variant, ...]
+    peers: tuple[Variant, ...]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All of them, moestro's first."""
+        return (*self.ours, *self.peers)
+
+    def skipped(self, reason: str) -> list[Row]:
+        """A row for each variant, of a point that was not measured."""
+        return [Row.skipped(self, variant, reason) for variant in self.variants]
+
+
+@dataclass
+class Report:
+    """Everything one run found.
+
+    `notes` are keyed by "layer dtype" or "run", `roofs` by dtype; `peaks` are `machine.peaks()`, on a CUDA device
+    `machine.matrix_rates()`.
+    """
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    roofs: dict[str, Roof]
+    peaks: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Rows whose output disagreed with the reference."""
+        return [row for row in self.rows if row.status == "wrong output"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps: the attributes by name, each roof with its balance."""
+        roofs = {dtype: {**asdict(roof), "balance": roof.balance} for dtype, roof in self.roofs.items()}
+        return {**asdict(self), "roofs": roofs}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_here(device: str) -> bool:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        return False
+    if found.type == "cpu":
+        return True
+    return torch.accelerator.is_available() and (found.index or 0) < torch.accelerator.device_count()
