@@ -204,10 +204,14 @@ struct Isa {
     const TileOps* tiles;  // null, or what replaces four_rows where it pays; then x is bfloat16, and both projections are or are packed
     const RoundedOps* rounded = nullptr;  // null where it has none; four_rows is null where it has nothing else
     const RoundedOps* pairs = nullptr;    // for few rows of 16 bits and weights that are integers: pairs of rows of 8
+    // As four_rows, out[t][0..8) of two times four rows: faster for kManyTokens tokens and more. Null where it is not.
+    void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
 };
 
-// Four rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.
-constexpr int64_t scratch_floats(int64_t columns, int64_t m) { return 4 * (columns + 256) + 8 * (columns / 16 + 64) + 4 * 16 * m; }
+constexpr int64_t kManyTokens = 7;
+
+// `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.
+constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) { return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m); }
 
 constexpr int64_t kMostSlots = 256;  // of a token
 

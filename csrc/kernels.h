@@ -191,7 +191,8 @@ template <int M>
 MOESTRO_INLINE void add_products(F (&sum)[kRows][M], const float* const (&token)[M], int64_t k, F a, F b, F c, F d) {
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) {
-        const F v = load(token[t] + k);
+        F v = load(token[t] + k);
+        keep(v);
         sum[0][t] = fma(a, v, sum[0][t]);
         sum[1][t] = fma(b, v, sum[1][t]);
         sum[2][t] = fma(c, v, sum[2][t]);
@@ -269,13 +270,28 @@ MOESTRO_INLINE int64_t next_tile(int64_t m, int64_t most) {
 
 // Long rows of floats and many tokens: a piece of the four rows stays in the first cache while all tokens pass.
 constexpr int64_t kPiece = 512;
+
+// Fetches the rows of floats that come next, a share before each tile of tokens.
+template <int N> struct NextRows {
+    const FourRows* rows;
+    int64_t lines, share, line = 0;
+
+    NextRows(const FourRows* asked, int64_t num_tiles) : rows(asked), lines(asked->next[0] ? asked->columns * 4 / 64 : 0), share(lines / num_tiles + 1) {}
+    MOESTRO_INLINE void some() {
+        for (const int64_t last = line + share < lines ? line + share : lines; line < last; ++line)
+            for (int r = 0; r < N; ++r) prefetch(rows[r / kRows].next[r % kRows] + line * 64);
+    }
+};
+
 static void blocked_tiles(const FourRows& rows, const float* const* x, int64_t m, float* out, float* partial) {
     PartialDots table[kRegisterTokens + 1];
     fill_partial<kRegisterTokens>(table);
+    NextRows<kRows> next(&rows, (rows.columns + kPiece - 1) / kPiece * ((m + kRegisterTokens - 1) / kRegisterTokens));
     for (int64_t k = 0; k < rows.columns; k += kPiece) {
         const int64_t stop = k + kPiece < rows.columns ? k + kPiece : rows.columns;
         for (int64_t t = 0, n = 0; t < m; t += n) {
             n = next_tile(m - t, kRegisterTokens);
+            next.some();
             table[n](rows, x + t, k, stop, partial + t * kRows * W);
         }
     }
@@ -310,10 +326,9 @@ template <Element E> static void decode(FourRows& rows, const float* const* scal
     for (int r = 0; r < kRows; ++r) rows.data[r] = reinterpret_cast<const uint8_t*>(to[r]);
 }
 
-template <Element E> static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
-    const float* scales[kRows] = {};
-    const float* zeros[kRows] = {};
-    if constexpr (E == Element::e4m3 || E == Element::i8 || moestro::is_nibble(E)) {
+// The scales and zero points of four rows, in `scratch`; what is left of it.
+template <Element E> static float* read_groups(const FourRows& asked, const float** scales, const float** zeros, float* scratch) {
+    if constexpr (E > Element::bf16) {
         const int64_t n = asked.group_columns ? (asked.columns + asked.group_columns - 1) / asked.group_columns : 1;
         const int64_t room = round_up(n + 1, W) + W;
         for (int r = 0; r < kRows; ++r, scratch += room) {
@@ -327,6 +342,13 @@ template <Element E> static void run(const FourRows& asked, const float* const* 
             }
         }
     }
+    return scratch;
+}
+
+template <Element E> static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
+    const float* scales[kRows] = {};
+    const float* zeros[kRows] = {};
+    scratch = read_groups<E>(asked, scales, zeros, scratch);
     if constexpr (E == Element::f32) {
         if (m > kRegisterTokens && asked.columns > 2 * kPiece) return blocked_tiles(asked, x, m, out, scratch);
         tiles<E>(asked, scales, zeros, x, m, out);

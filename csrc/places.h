@@ -26,7 +26,7 @@ struct Place {
 // The N rows of a chunk (a power of two) that are read in the step that computes column `column` of it. Four rows stand apart,
 // so that each goes on in memory where it ended the step before.
 template <int N> inline void places(const Chunk& chunk, int64_t column, Place* at) {
-    constexpr int kLog = N == 4 ? 2 : 5;
+    constexpr int kLog = N == 4 ? 2 : N == 8 ? 3 : 5;
     static_assert(N == 1 << kLog);
     const int doubled = chunk.alternate, halved = chunk.apart != 0, each = N >> halved;
     const int64_t rows = chunk.columns << doubled, steps = (rows + each - 1) >> (kLog - halved), step = column << doubled >> (kLog - halved);

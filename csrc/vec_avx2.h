@@ -18,6 +18,8 @@ struct I { __m256i v; };
 inline F zero() { return {_mm256_setzero_ps()}; }
 inline F set1(float a) { return {_mm256_set1_ps(a)}; }
 inline F load(const float* p) { return {_mm256_loadu_ps(p)}; }
+// In a register: compilers load it anew for each of its products.
+inline __attribute__((always_inline)) void keep(F& a) { __asm__("" : "+x"(a.v)); }
 inline void store(float* p, F a) { _mm256_storeu_ps(p, a.v); }
 inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline F operator+(F a, F b) { return {_mm256_add_ps(a.v, b.v)}; }

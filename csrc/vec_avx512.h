@@ -18,6 +18,8 @@ struct I { __m512i v; };
 inline F zero() { return {_mm512_setzero_ps()}; }
 inline F set1(float a) { return {_mm512_set1_ps(a)}; }
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+// In a register: compilers load it anew for each of its products.
+inline __attribute__((always_inline)) void keep(F& a) { __asm__("" : "+v"(a.v)); }
 inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
 inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }

@@ -37,6 +37,7 @@ inline F load(const float* p) {
     std::memcpy(r.v, p, sizeof r.v);
     return r;
 }
+inline void keep(F&) {}
 inline void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
 inline F fma(F a, F b, F c) { return each([&](int l) { return a.v[l] * b.v[l] + c.v[l]; }); }
 inline F operator+(F a, F b) { return each([&](int l) { return a.v[l] + b.v[l]; }); }

@@ -181,7 +181,7 @@ private:
     void take_all() {
         const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
         // What four_rows needs, the sums of a block of tokens, and both halves before the activation.
-        const int64_t panel = round_up(std::max({scratch_floats(widest, kTokenBlock), rounded_ ? rounded_->scratch_floats(widest) : 0,
+        const int64_t panel = round_up(std::max({scratch_floats(widest, kTokenBlock, isa_.eight_rows ? 8 : 4), rounded_ ? rounded_->scratch_floats(widest) : 0,
                                                  many() ? many()->scratch_floats(widest) : 0}), 16);
         const int64_t sums = kManyRows * kTokenBlock, half = kTokenBlock * kChunk;
         float* room = scratch().reserve(std::max(panel + sums + 2 * half + packed_floats(), tile_scratch_bytes(widest) / 4));
@@ -298,6 +298,7 @@ private:
         const bool few = !call_.same_bits && active.num_rows <= isa_.few;
         const bool gated = &p == &call_.gate_up && call_.activation.gated;
         const auto ahead = [&](int64_t rows) { return (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows); };
+        if (!rounded_ && isa_.eight_rows && m >= kManyTokens && p.columns > 0) return {p, expert, 8, x, few, ahead(8), nullptr};
         if (!many() || m <= kFewTokens) return {p, expert, 4, x, few, ahead(4), nullptr};
         auto* packed = reinterpret_cast<uint8_t*>(sums + kManyRows * kTokenBlock + 2 * kTokenBlock * kChunk);
         many()->pack(p.element, p.columns, p.group_columns, x, m, packed);
@@ -305,7 +306,11 @@ private:
     }
     // sums[t][i] of the rows of the step that begins at a column, and m tokens; says which rows these are.
     void multiply(const Products& products, Reader& reader, int64_t column, const FloatArray& bias, int64_t m, float* sums, float* panel, Place* at) const {
-        if (!products.packed) {
+        if (products.rows == 8) {
+            FourRows rows[2];
+            describe<8>(products, reader, column, at, rows);
+            isa_.eight_rows(rows, products.x, m, sums, panel);
+        } else if (!products.packed) {
             FourRows rows;
             describe<4>(products, reader, column, at, &rows);
             (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, products.x, m, sums, panel);
