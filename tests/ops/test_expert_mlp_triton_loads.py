@@ -80,7 +80,7 @@ def test_every_address_lies_in_a_tensor(monkeypatch):
 
 
 def test_an_address_in_no_tensor_is_found(monkeypatch):
-    routing = Routing(torch.full((3, 1), 1 << 20), torch.rand(3, 1))
+    routing = Routing.unchecked(torch.zeros(3, 1, dtype=torch.long), torch.rand(1, 1), "output")
     with watching(monkeypatch), pytest.raises(Exception, match="lie in no tensor"):
         engine.launch(torch.randn(3, H), routing, weights(2), PLANS["pairs"])
 

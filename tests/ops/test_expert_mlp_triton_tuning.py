@@ -97,12 +97,12 @@ def test_a_block_size_that_is_asked_for(block, rows):
     assert (how.block, how.rows, how.strategy) == (min(block, 128), rows, "blockwise")
 
 
-def said(*arguments: str) -> list[str]:
-    """What `python -m ops.compiled` prints, in a process whose kernels are compiled and not interpreted."""
+def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
+    """What `python -m` of a module prints, in a process whose kernels are compiled and not interpreted."""
     pytest.importorskip("triton")
     path = os.pathsep.join((str(PACKAGE), str(TESTS)))
     run = subprocess.run(
-        [sys.executable, "-m", "ops.compiled", *arguments],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -117,7 +117,8 @@ def said(*arguments: str) -> list[str]:
 def test_later_launches_hand_over_what_the_first_did():
     lines = said("relaunch", "sm_90")
     for kernel in ("gate_up_kernel", "down_kernel", "sum_slots_kernel"):
-        assert sum(f"relaunched {kernel}" in line for line in lines) == 4
+        assert sum(line.startswith("relaunched bfloat16") and kernel in line for line in lines) == 8
+        assert sum(line.startswith("relaunched int8/int8") and kernel in line for line in lines) == 8
 
 
 def test_sizes_that_triton_specialises_on_compile():

@@ -14,7 +14,7 @@ from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import _select, gpu, gpu_checks, native
-from moestro.ops.expert_mlp import cpu, plain, reference, triton, tuning
+from moestro.ops.expert_mlp import cpu, plain, reference, triton, triton_known, tuning
 from moestro.ops.grouping import choose_block_size
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -58,6 +58,10 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
     """`expert_mlp` without the checks, for a routing that is known to fit."""
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
+    if x.is_cuda or settings.current().implementation == gpu.IMPLEMENTATION:
+        y = triton.again(x, routing, weights, strategy)
+        if y is not None:
+            return y
     call = _select.select("expert_mlp", x, routing, weights).call
     if not torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
         return cast(Tensor, call(x, routing, weights, strategy))
@@ -123,7 +127,7 @@ def _run_cpu(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 def _run_triton(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     name, block_size, _ = _named_strategy(strategy)
-    return triton.run(x, routing, weights, (name, block_size))
+    return triton.run(x, routing, weights, (name, block_size), triton_known.facts(x, routing, strategy))
 
 
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:

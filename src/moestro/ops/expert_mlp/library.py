@@ -18,6 +18,7 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
+from moestro.ops.expert_mlp.triton_known import Place
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights, Layout
@@ -171,6 +172,34 @@ def _expert_mlp_node(
     return run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
 
 
+def _on_device_node(
+    x: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weight_on: str,
+    activation: str,
+    layout: str,
+    strategy: str,
+) -> Tensor:
+    from moestro.ops.expert_mlp import run
+
+    biases = gate_up_bias, down_bias
+    routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
+    tensors = (*gate_up, *down, *[b for b in biases if b is not None])
+    place = Place(tensors, (activation, layout, gate_up_bias is None, down_bias is None))
+    call = place.find(x, routing, strategy)
+    if call is not None:
+        return call.compute(x, expert_ids, routing_weights)
+    weights = _weights(gate_up, down, biases, (activation, layout))
+    y = run(x, routing, weights, strategy)
+    place.keep(x, routing, weights, strategy)
+    return y
+
+
 def _like_x(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -178,7 +207,7 @@ def _like_x(x: Tensor, *args: Any) -> Tensor:
 _expert_mlp = torch.library.custom_op("moestro::expert_mlp", _expert_mlp_node, mutates_args=(), tags=_READS_IDS)
 _expert_mlp.register_fake(_like_x)
 
-_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _expert_mlp_node, mutates_args=())
+_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _on_device_node, mutates_args=())
 _on_device.register_fake(_like_x)
 """The same where nothing is read on the host, so that a CUDA graph can hold it; without gradients."""
 

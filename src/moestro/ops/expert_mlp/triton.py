@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Hashable
 from types import ModuleType
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from moestro.errors import unsupported
 from moestro.formats import WeightFormat
 from moestro.ops import gpu
-from moestro.ops.expert_mlp import triton_tuned, triton_tuning
+from moestro.ops.expert_mlp import triton_known, triton_tuned, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import EMPTY, Routing
@@ -119,17 +120,41 @@ def _computed_in(x: Tensor, stored: WeightFormat) -> torch.dtype:
     return torch.promote_types(x.dtype, stored.storage) if stored.is_dense else x.dtype
 
 
-def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Tensor:
+def again(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor | None:
+    """`expert_mlp` for arguments like others that these kernels have computed; None for any that are not known."""
+    call = triton_known.find(x, routing, weights, strategy)
+    return None if call is None else call.compute(x, routing.expert_ids, routing.routing_weights)
+
+
+def run(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    strategy: tuple[str, int | None],
+    facts: Hashable = None,
+) -> Tensor:
     """`expert_mlp` for arguments that `supports` has passed.
+
+    Args:
+        x, routing, weights: as for `moestro.expert_mlp`.
+        strategy: name and block size.
+        facts: of this call; where given, `again` knows it from now on.
 
     Raises:
         UnsupportedError: "all_experts" with weights on the input.
     """
-    slots = routing.expert_ids
     if strategy[0] == "all_experts":
-        routing, slots = every_expert(routing, weights.num_experts)
+        every, slots = every_expert(routing, weights.num_experts)
+        with gpu.on(x):
+            return launch(x, every, weights, plan(x, every, weights, strategy), slots)
     with gpu.on(x):
-        return launch(x, routing, weights, plan(x, routing, weights, strategy), slots)
+        how = plan(x, routing, weights, strategy)
+        y = launch(x, routing, weights, how)
+    if facts is not None:
+        call = _launches().known(x, routing, weights, how, compute_dtype(x, weights))
+        if call is not None:
+            triton_known.layer_of(weights).keep(facts, call)
+    return y
 
 
 def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, slots: Tensor | None = None) -> Tensor:

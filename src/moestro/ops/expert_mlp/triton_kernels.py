@@ -35,9 +35,10 @@ class Rows(NamedTuple):
     """Which rows make up a block: those of `moestro.ops.grouping.triton.Rows`, or one pair each where `pairs` is None.
 
     Attributes:
-        ids: [T * K] expert of each pair.
+        ids: [T * K] expert of each pair; none where it lies outside 0..E-1.
         weights: float32 [T * K] weight of each pair.
         top_k: K.
+        num_experts: E.
         pairs: int32 [T * K], pair indices in the order of experts.
         offsets: int32 [E + 1], where each expert's rows begin among them.
         experts, starts: int32 [G], expert and first row of each block.
@@ -47,6 +48,7 @@ class Rows(NamedTuple):
     ids: Any
     weights: Any
     top_k: Any
+    num_experts: Any
     pairs: Any = None
     offsets: Any = None
     experts: Any = None
@@ -74,11 +76,18 @@ def tile_at(index, blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def is_expert(named, num_experts):
+    """Whether an id, as wide as it is stored, names one of the experts; else its slot is empty."""
+    return (named >= 0) & (named < num_experts)
+
+
+@triton.jit
 def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr):
     """A block's expert (-1: no rows), the first of its rows, and for each of BM rows its pair and whether it is one."""
     local = tl.arange(0, BM)
     if rows.pairs is None:
-        expert = tl.load(rows.ids + block).to(tl.int32)
+        named = tl.load(rows.ids + block)
+        expert = tl.where(is_expert(named, rows.num_experts), named, -1).to(tl.int32)
         start = block.to(tl.int64)
         live = (local < 1) & (expert >= 0)
         pairs = start + local * 0
@@ -370,15 +379,17 @@ def down_kernel(
             tl.store(at, round_to(acc, out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])
-def sum_slots_kernel(pieces, ids, out, T, H, parts, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "num_experts"])
+def sum_slots_kernel(
+    pieces, ids, out, T, H, parts, num_experts, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr
+):
     """out [T, H]: each token's pieces added up, slot after slot; those of an empty slot are not loaded."""
     token = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
     for slot in tl.range(0, TOP_K):
         pair = token * TOP_K + slot
-        mask = (columns < H) & (tl.load(ids + pair) >= 0)
+        mask = (columns < H) & is_expert(tl.load(ids + pair), num_experts)
         for piece in tl.static_range(SPLITS):
             at = pieces + (piece * T.to(tl.int64) * TOP_K + pair) * H + columns
             acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
