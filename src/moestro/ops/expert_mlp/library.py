@@ -47,9 +47,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     node = (
-        torch.ops.moestro.expert_mlp_on_device
-        if _stays_on_device(x, routing, weights)
-        else torch.ops.moestro.expert_mlp
+        torch.ops.moestro.expert_mlp_on_device if stays_on_device(x, routing, weights) else torch.ops.moestro.expert_mlp
     )
     out: Tensor = node(
         x,
@@ -67,7 +65,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     return out
 
 
-def _stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+def stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """Whether Triton's kernels, which read no ids on the host, will compute this."""
     if settings.current().implementation not in (None, gpu.IMPLEMENTATION) or not gpu.runs_on(x.device.type):
         return False
@@ -185,7 +183,7 @@ def _on_device_node(
     layout: str,
     strategy: str,
 ) -> Tensor:
-    from moestro.ops.expert_mlp import run
+    from moestro.ops.expert_mlp import run_any
 
     biases = gate_up_bias, down_bias
     routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
@@ -195,7 +193,7 @@ def _on_device_node(
     if call is not None:
         return call.compute(x, expert_ids, routing_weights)
     weights = _weights(gate_up, down, biases, (activation, layout))
-    y = run(x, routing, weights, strategy)
+    y = run_any(x, routing, weights, strategy)
     place.keep(x, routing, weights, strategy)
     return y
 
