@@ -19,6 +19,9 @@ from moestro.ops import native
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
 
+LEAST_FP8 = (8, 9)
+"""Of the first whose tensor cores multiply 8-bit floats."""
+
 IMPLEMENTATION = "triton"
 
 
@@ -94,13 +97,21 @@ def unreadable(*tensors: Tensor) -> str | None:
     return None
 
 
-def runs_on(kind: str) -> bool:
-    """Whether kernels run on devices of this type, for code that a tracer follows."""
-    return _unusable(torch.device(kind)) is None
+def runs_on(kind: str, index: int | None) -> bool:
+    """Whether kernels run on this device, for code that a tracer follows."""
+    return _unusable(torch.device(kind) if index is None else torch.device(kind, index)) is None
+
+
+def multiplies_fp8(kind: str, index: int | None) -> bool:
+    """Whether kernels multiply 8-bit floats on this device, for code that a tracer follows."""
+    if kind != "cuda":
+        return interpreted()
+    return _device(torch.device(kind) if index is None else torch.device(kind, index)).capability >= LEAST_FP8
 
 
 # What torch.compiler.assume_constant_result does, without loading the compiler, and Triton with it, at import.
-setattr(runs_on, "_dynamo_marked_constant", True)  # noqa: B010
+for _constant in (runs_on, multiplies_fp8):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 _HERE: AbstractContextManager[object] = nullcontext()
@@ -137,7 +148,12 @@ def beside(x: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor])
 def _overlaps(x: Tensor) -> bool:
     if not x.is_cuda or torch.is_grad_enabled():
         return False
-    return x.shape[0] >= LEAST_OVERLAPPED or torch.cuda.is_current_stream_capturing()
+    return x.shape[0] >= LEAST_OVERLAPPED or is_captured(x)
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether what is computed of x now becomes part of a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from moestro import formats, settings
 from moestro.errors import UnsupportedError, unsupported
-from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
+from moestro.formats import SplitTensor, StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
 from moestro.ops.expert_mlp.triton_known import Place
-from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights, Layout
 
@@ -66,15 +65,12 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
 
 
 def stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
-    """Whether Triton's kernels, which read no ids on the host, will compute this."""
-    if settings.current().implementation not in (None, gpu.IMPLEMENTATION) or not gpu.runs_on(x.device.type):
+    """Whether Triton's kernels, which read no ids on the host, will compute this: what `triton.supports` will say."""
+    if settings.current().implementation not in (None, gpu.IMPLEMENTATION):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
         return False
-    stored = (weights.gate_up, weights.down)
-    stacks = all(isinstance(s, PackedTensor) and s.format.storage != torch.float64 for s in stored)
-    floats = weights.row_format == "float" and triton.no_dtype(x, routing, weights) is None
-    return stacks and floats and weights.num_experts <= grouping_tuning.MOST_EXPERTS
+    return gpu.runs_on(x.device.type, x.device.index) and triton.untaken(x, routing, weights) is None
 
 
 _TRAINED = frozenset(f"{a.name}|{b.name}" for a in DENSE_FORMATS for b in DENSE_FORMATS)
@@ -106,8 +102,7 @@ def write_layout(stored: StoredExperts) -> str:
         UnsupportedError: the format is not the one that `moestro.formats` knows by its name.
     """
     form = stored.format
-    known = formats.FORMATS.get(form.name)
-    if known is not form and not _equal(known, form):
+    if not formats.is_registered(form):
         raise unsupported(
             "expert_mlp",
             got=f"torch.compile with weights stored as {form.name}",
@@ -115,17 +110,6 @@ def write_layout(stored: StoredExperts) -> str:
             fix="Call it outside the graph.",
         )
     return f"{form.name}/{len(stored.matrices[0])}" if isinstance(stored, SplitTensor) else form.name
-
-
-def _equal(a: WeightFormat | None, b: WeightFormat) -> bool:
-    """`a == b`, which the tracer does not follow; a copied module has copies of its formats."""
-    if a is None or a.element != b.element or a.storage != b.storage or a.per_item != b.per_item:
-        return False
-    s, t = a.scaling, b.scaling
-    if s is None or t is None:
-        return s is t
-    sizes = s.rows == t.rows and s.columns == t.columns
-    return sizes and s.zeros == t.zeros and s.global_scales == t.global_scales
 
 
 def read_layout(text: str) -> Layout:
@@ -193,6 +177,14 @@ def _on_device_node(
     if call is not None:
         return call.compute(x, expert_ids, routing_weights)
     weights = _weights(gate_up, down, biases, (activation, layout))
+    reason = triton.supports(x, routing, weights) if gpu.is_captured(x) else None
+    if reason is not None:
+        raise unsupported(
+            "expert_mlp",
+            got="a CUDA graph that is captured, and a call of its that the triton implementation cannot run",
+            needs=f"one that it can: {reason}",
+            fix="Change what the sentence names, or leave the layer out of the graph.",
+        )
     y = run_any(x, routing, weights, strategy)
     place.keep(x, routing, weights, strategy)
     return y

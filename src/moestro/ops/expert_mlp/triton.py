@@ -10,17 +10,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moestro import formats
 from moestro.errors import unsupported
-from moestro.formats import WeightFormat
+from moestro.formats import PackedTensor, StoredExperts, WeightFormat
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton_known, triton_tuned, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
-
-LEAST_FP8 = (8, 9)
-"""Compute capability of the first GPUs whose tensor cores multiply 8-bit floats."""
 
 _ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,20 +29,18 @@ def _launches() -> ModuleType:
     return importlib.import_module("moestro.ops.expert_mlp.triton_launch")
 
 
-@functools.cache
-def _weights() -> ModuleType:
-    return importlib.import_module("moestro.ops.expert_mlp.triton_weights")
-
-
 def supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """None, or the sentence why these kernels cannot compute this."""
     return (
         gpu.unusable(x)
-        or _no_layer(weights)
-        or _no_rows(x, weights)
-        or no_dtype(x, routing, weights)
+        or untaken(x, routing, weights)
         or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
     )
+
+
+def untaken(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Why these kernels have no such layer, on whatever device they run; None if they do. A tracer follows this."""
+    return _no_layer(weights) or _no_rows(x, weights) or _no_dtype(x, routing, weights)
 
 
 def _no_layer(weights: ExpertWeights) -> str | None:
@@ -54,10 +50,30 @@ def _no_layer(weights: ExpertWeights) -> str | None:
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
-        reason: str | None = _weights().unreadable(stored)
+        reason = _unread(name, stored)
         if reason is not None:
-            return reason.format(name=name)
+            return reason
     return None
+
+
+def _unread(name: str, stored: StoredExperts) -> str | None:
+    """Why kernels cannot read the experts of a projection; None if they can."""
+    form = stored.format
+    if not formats.is_registered(form) or form.storage == torch.float64:
+        return f"it does not read {form.name}, in which {name} is stored"
+    if not isinstance(stored, PackedTensor):
+        return f"it reads experts that are one stack, and the matrices of {name} lie apart"
+    if stored.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
+        return f"{name} is described as {form.name} and has come to hold numbers of another dtype"
+    if form.per_item == 2 and not _is_words(stored.data):
+        return f"it reads two bytes at once, and those of {name} are not in rows at even addresses"
+    return None
+
+
+def _is_words(data: Tensor) -> bool:
+    if data.stride(-1) != 1 or any(stride % 2 for stride in data.stride()[:-1]):
+        return False
+    return torch.compiler.is_compiling() or data.data_ptr() % 2 == 0  # a tracer sees no addresses
 
 
 def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
@@ -66,13 +82,12 @@ def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
         for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
             if form.element != "int8":
                 return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
-    capability = gpu.device_of(x).capability
-    if weights.row_format == "fp8-e4m3" and capability < LEAST_FP8 and not gpu.interpreted():
-        return "the tensor cores of {}.{} do not multiply 8-bit floats, those of 8.9 and later do".format(*capability)
+    if weights.row_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
+        return f"the tensor cores of {x.device} do not multiply 8-bit floats, those of capability 8.9 and later do"
     return None
 
 
-def no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+def _no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """Why these kernels do not compute with tensors of such dtypes; None if they do."""
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     for t in (x, routing.routing_weights, *biases):

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moestro import formats
 from moestro.formats import PackedTensor
 from moestro.ops import gpu
 from moestro.ops.expert_mlp.triton_bytes import bytes_as
@@ -69,27 +68,8 @@ class Weights(NamedTuple):
     pairs: Any
 
 
-def unreadable(stored: formats.StoredExperts) -> str | None:
-    """Why kernels cannot read these experts, with {name} for the projection's; None if they can."""
-    form = stored.format
-    if formats.FORMATS.get(form.name) != form or form.storage == torch.float64:
-        return f"it does not read {form.name}, in which {{name}} is stored"
-    if not isinstance(stored, PackedTensor):
-        return "it reads experts that are one stack, and the matrices of {name} lie apart"
-    if stored.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
-        return f"{{name}} is described as {form.name} and has come to hold numbers of another dtype"
-    if form.per_item == 2 and not _is_words(stored.data):
-        return "it reads two bytes at once, and those of {name} are not in rows at even addresses"
-    return None
-
-
-def _is_words(data: Tensor) -> bool:
-    strides = (*data.stride()[:-1], data.storage_offset(), data.data_ptr())
-    return data.stride(-1) == 1 and not any(stride % 2 for stride in strides)
-
-
 def describe(stored: PackedTensor) -> Weights:
-    """What a kernel takes for a stack [E, N, K] that is not `unreadable`. Nothing is copied."""
+    """What a kernel takes for a stack [E, N, K] that the engine reads. Nothing is copied."""
     form, scales, factors = stored.format, stored.scales, stored.global_scales
     scaling, capability = form.scaling, gpu.device_of(stored.data).capability
     data = stored.data.view(torch.int16) if form.per_item == 2 else _bytes(stored.data)
