@@ -2,6 +2,7 @@
 
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 fp8-e4m3-b128/fp8-e4m3    (rows rounded to 8-bit floats)
+    TRITON_INTERPRET=0 python -m ops.compiled sm_90 mxfp4+apart    (experts that lie apart)
 
 A driver that answers for a GPU stands in for the one that is missing; kernels are compiled by the very calls that
 launch them, and not run.
@@ -25,7 +26,7 @@ import torch
 
 import moestro
 from moestro import Activation, ExpertWeights, Routing
-from moestro.formats import FORMATS
+from moestro.formats import FORMATS, PackedTensor, SplitTensor, StoredExperts
 from moestro.ops import expert_mlp, gpu
 from moestro.ops.expert_mlp import triton as engine
 from moestro.ops.expert_mlp import triton_tuning
@@ -35,6 +36,7 @@ from moestro.routing import triton as routing_triton
 from moestro.types import GPT_OSS_SWIGLU
 
 from . import problems
+from .stored import apart
 
 ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120": 170}
 """Multiprocessors of a part of each: A100, RTX 3090, RTX 4090, H200, RTX 5090."""
@@ -148,8 +150,10 @@ def layer(
     data = ExpertWeights.from_dense(
         torch.zeros(experts, 2 * inner, hidden), torch.zeros(experts, hidden, inner), None, None, activation
     )
-    stored, _, rows = form.partition("/")
+    stored, _, rows = form.removesuffix("+apart").partition("/")
     weights = data.quantize(stored, row_format=rows or "float")  # type: ignore[arg-type]
+    if form.endswith("+apart"):
+        weights = apart(weights)
     x = torch.zeros(num_tokens, hidden, dtype=dtype)
     routing = Routing(torch.zeros(num_tokens, top_k, dtype=torch.long), torch.zeros(num_tokens, top_k))
     with compiling(architecture) as found:
@@ -170,11 +174,13 @@ def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
 
 def relaunched(architecture: str, num_tokens: int, form: str = "bfloat16") -> None:
     """Fail unless later launches of each kernel hand the driver what the first did, for their own tensors."""
-    stored, _, rows = form.partition("/")
+    stored, _, rows = form.removesuffix("+apart").partition("/")
     weights, other = (
         ExpertWeights.from_dense(torch.zeros(3, 64, 64), torch.zeros(3, 64, 32)).quantize(stored) for _ in "ab"
     )
     weights, other = (replace(w, row_format=rows or "float") for w in (weights, other))
+    if form.endswith("+apart"):
+        weights, other = apart(weights), apart(other)
     x = torch.zeros(num_tokens, 64).bfloat16()
     routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
     with launching(architecture) as handed, taken_for_a_gpu():
@@ -186,13 +192,19 @@ def relaunched(architecture: str, num_tokens: int, form: str = "bfloat16") -> No
         assert len(kinds) == known + 1, "a kernel that was compiled for multiples of 16 takes other pointers"
     count = len(handed) // 5
     calls = [handed[i * count : (i + 1) * count] for i in range(4)]
-    owned = [{t.data_ptr() for t in (x, *tensors_of(vars(routing).values()), *w.tensors)} for w in (weights, other)]
+    both = ([*first_of(w.gate_up).tensors, *first_of(w.down).tensors] for w in (weights, other))
+    owned = [{t.data_ptr() for t in (x, *tensors_of(vars(routing).values()), *tensors)} for tensors in both]
     for i, call in enumerate(calls):
         given = {a if isinstance(a, int) else a.data_ptr() for launch in call for a in pointers(launch)}
         assert owned[i // 2] <= given, (i, owned[i // 2] - given)
         for first, launch in zip(calls[0], call, strict=True):
             alike(first, launch, owned[0] if i < 2 else owned[0] & owned[1])
             print("relaunched", form, launch[0], len(launch))
+
+
+def first_of(stored: StoredExperts) -> PackedTensor:
+    """The stack, or of experts apart the matrix from which the table counts."""
+    return stored.matrices[0][0] if isinstance(stored, SplitTensor) else stored
 
 
 def pointers(arguments: Any) -> Iterator[Any]:
@@ -250,6 +262,7 @@ def main(arguments: list[str]) -> None:
         for architecture, num_tokens in itertools.product([a for a in arguments if a in ARCHITECTURES], (1, 100)):
             relaunched(architecture, num_tokens)
             relaunched(architecture, num_tokens, "int8/int8")
+            relaunched(architecture, num_tokens, "mxfp4+apart")
         return
     architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
     if "edges" in arguments:
@@ -257,7 +270,9 @@ def main(arguments: list[str]) -> None:
             edges(architecture)
         return
     dtypes = [a for a in arguments if a in ("bfloat16", "float16", "float32")] or ["bfloat16"]
-    forms = [a for a in arguments[:] if a.partition("/")[0] in FORMATS and a not in dtypes] or dtypes
+    forms = [
+        a for a in arguments[:] if a.removesuffix("+apart").partition("/")[0] in FORMATS and a not in dtypes
+    ] or dtypes
     tokens = [int(a) for a in arguments if a.isdigit()] or [1, 64, 512, 4096]
     for architecture, dtype, form, num_tokens in itertools.product(architectures, dtypes, forms, tokens):
         for kernel in layer(architecture, getattr(torch, dtype), form, num_tokens).values():

@@ -10,7 +10,7 @@ import torch
 import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
-from moestro.formats import PackedTensor
+from moestro.formats import PackedTensor, SplitTensor
 from moestro.ops import expert_mlp, gpu
 from moestro.ops.expert_mlp import triton as engine
 from tolerances import assert_close, bit_equal
@@ -78,6 +78,12 @@ def spread(stored: PackedTensor) -> PackedTensor:
     return replace(stored, data=wide[:, :, :-1].copy_(stored.data))
 
 
+def differing(weights: ExpertWeights) -> SplitTensor:
+    """Experts apart, of which one lies otherwise than the others."""
+    first, *rest = apart(weights).gate_up.matrices
+    return SplitTensor((tuple(replace(m, data=m.data.T.contiguous().T) for m in first), *rest))
+
+
 def layers(device: torch.device) -> dict[str, tuple[torch.Tensor, ExpertWeights]]:
     """Rows and weights that the kernels take, or refuse for reasons of their own."""
     sizes = problems.Sizes(4, 128, 128, 3, 2)
@@ -97,6 +103,7 @@ def layers(device: torch.device) -> dict[str, tuple[torch.Tensor, ExpertWeights]
         "mxfp4": (x, packed["mxfp4"]),
         "odd strides": (x, replace(packed["mxfp4"], gate_up=spread(packed["mxfp4"].gate_up))),
         "apart": (x, apart(dense)),
+        "apart and differing": (x, replace(dense, gate_up=differing(dense))),
         "float64": (x.double(), dense),
         "float64 weights": (x, dense.quantize("float64")),
         "float64 bias": (x, replace(dense, down_bias=dense.down_bias.double())),
@@ -126,7 +133,7 @@ def test_the_node_that_stays_on_the_device_stands_for_what_the_kernels_take(trit
         taken = engine.supports(x, Routing(ids, by), weights) is None
     assert any("expert_mlp_on_device" in target for target in seen) is taken
     assert sum("expert_mlp" in target for target in seen) == 1
-    assert taken is (name in ("dense", "half", "transposed", "mxfp4", "rows as int8", "rows as fp8"))
+    assert taken is (name in ("dense", "half", "transposed", "mxfp4", "apart", "rows as int8", "rows as fp8"))
 
 
 def test_a_capture_of_what_the_kernels_refuse_ends_with_the_reason(triton_device, monkeypatch):
@@ -171,7 +178,7 @@ def test_reasons_are_sentences(triton_device):
         "float64": (x.double(), routing, weights),
         "gradient": (x.clone().requires_grad_(), routing, weights),
         "Python function": (x, routing, replace(weights, output_norm=lambda y: y)),
-        "lie apart": (x, routing, apart(weights)),
+        "one set of strides": (x, routing, replace(weights, gate_up=differing(weights))),
     }
     for words, arguments in refused.items():
         assert words in (engine.supports(*arguments) or ""), words

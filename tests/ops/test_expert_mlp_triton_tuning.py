@@ -119,6 +119,7 @@ def test_later_launches_hand_over_what_the_first_did():
     for kernel in ("gate_up_kernel", "down_kernel", "sum_slots_kernel"):
         assert sum(line.startswith("relaunched bfloat16") and kernel in line for line in lines) == 8
         assert sum(line.startswith("relaunched int8/int8") and kernel in line for line in lines) == 8
+        assert sum(line.startswith("relaunched mxfp4+apart") and kernel in line for line in lines) == 8
 
 
 def test_sizes_that_triton_specialises_on_compile():

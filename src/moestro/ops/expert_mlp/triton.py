@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moestro import formats
 from moestro.errors import unsupported
-from moestro.formats import PackedTensor, StoredExperts, WeightFormat
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton_known, triton_tuned, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
@@ -61,12 +61,26 @@ def _unread(name: str, stored: StoredExperts) -> str | None:
     form = stored.format
     if not formats.is_registered(form) or form.storage == torch.float64:
         return f"it does not read {form.name}, in which {name} is stored"
-    if not isinstance(stored, PackedTensor):
-        return f"it reads experts that are one stack, and the matrices of {name} lie apart"
-    if stored.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
-        return f"{name} is described as {form.name} and has come to hold numbers of another dtype"
-    if form.per_item == 2 and not _is_words(stored.data):
-        return f"it reads two bytes at once, and those of {name} are not in rows at even addresses"
+    matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
+    for matrix in matrices:
+        if matrix.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
+            return f"{name} is described as {form.name} and has come to hold numbers of another dtype"
+        if form.per_item == 2 and not _is_words(matrix.data):
+            return f"it reads two bytes at once, and those of {name} are not in rows at even addresses"
+    return _no_table(name, stored.matrices) if isinstance(stored, SplitTensor) else None
+
+
+def _no_table(name: str, experts: tuple[tuple[PackedTensor, ...], ...]) -> str | None:
+    """Why experts that lie apart cannot be found by a table of where they lie; None if they can."""
+    first = experts[0][0]
+    if len(experts[0]) > 2 or any(part.data.shape != first.data.shape for part in experts[0]):
+        return f"it reads experts of one matrix, or of two of one height, and {name} has others"
+    lie = [(t.stride(), t.dtype) for t in first.tensors]
+    for matrix in (m for parts in experts for m in parts):
+        if [(t.stride(), t.dtype) for t in matrix.tensors] != lie:
+            return f"it reads experts that lie apart by one set of strides and dtypes, and those of {name} differ"
+        if not torch.compiler.is_compiling() and any(t.data_ptr() % t.element_size() for t in matrix.tensors):
+            return f"it reads numbers at multiples of their size, and those of {name} lie elsewhere"
     return None
 
 

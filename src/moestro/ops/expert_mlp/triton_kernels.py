@@ -16,6 +16,7 @@ from moestro.ops.expert_mlp.triton_weights import (
     add_product,
     add_rounded_product,
     as_stored,
+    begin,
     finish,
     round_to,
     step_meta,
@@ -156,11 +157,12 @@ def product(
     were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
     """
     acc = zeros(BM, BN, SWAP)
+    begins = begin(w, expert, columns)
     for k0 in tl.range(k_from, k_to, BK):
         x = load_rows(rows_at, live, k0, K, BK, DTYPE)
-        meta = step_meta(w, expert, columns, k0, K, BK)
+        meta = step_meta(w, begins, columns, k0, K, BK)
         if map is None:
-            tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE, meta)
+            tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
         if scales is None:

@@ -30,22 +30,28 @@ class Call:
     Attributes:
         compute: of x, expert ids and routing weights.
         holds_weights: whether it keeps tensors of the weights alive, and not just their addresses.
+        owns: what it has made of them and is to be kept with it.
     """
 
     compute: Callable[[Tensor, Tensor, Tensor], Tensor]
     holds_weights: bool
+    owns: tuple[Any, ...] = ()
 
 
 ALIGNED = 16
 """Bytes of which addresses are multiples where kernels are compiled for that."""
 
 _MOST_CALLS, _MOST_PLACES = 64, 1024
+_MOST_STACKED = 10
+"""Tensors of two stacks with their biases; experts that lie apart have more."""
 
 _kind, _wants_gradient = attrgetter("dtype", "shape"), attrgetter("requires_grad")
 
 
 def lie(tensors: Sequence[Tensor]) -> list[Any]:
-    """Where and how tensors lie: what `.to()`, `.data =` and the like change."""
+    """Where and how tensors lie: what `.to()`, `.data =` and the like change. Of many, where."""
+    if len(tensors) > _MOST_STACKED:
+        return list(map(Tensor.data_ptr, tensors))
     places, strides = map(Tensor.data_ptr, tensors), map(Tensor.stride, tensors)
     return [*places, *strides, *map(_kind, tensors), *map(Tensor.is_neg, tensors)]
 

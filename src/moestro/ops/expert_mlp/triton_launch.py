@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moestro.formats import PackedTensor
+from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops.expert_mlp import triton_rows
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
 from moestro.ops.expert_mlp.triton_known import ALIGNED, Call, layer_of
@@ -131,14 +131,11 @@ def _kept(
     if kept is None:
         if len(of_layer) >= _MOST_KEPT:
             of_layer.clear()
-        alike = (*key, _kind(weights), given[0].shape[1], given[0].device, dtype)
-        kept = _Kept(
-            how,
-            _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
-            _described(weights.down, weights.down_bias, how.down, (dtype, None)),
-            _launches(alike, weights, given),
-            _roundings(weights),
-        )
+        gate_up = _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation))
+        down = _described(weights.down, weights.down_bias, how.down, (dtype, None))
+        kinds = (_kind(gate_up), _kind(down), weights.row_format, weights.activation.code)
+        alike = (*key, kinds, given[0].shape[1], given[0].device, dtype)
+        kept = _Kept(how, gate_up, down, _launches(alike, weights, given), _roundings(weights))
         if _is_described(weights):
             of_layer[key] = kept
     return kept
@@ -149,12 +146,15 @@ def _is_described(weights: ExpertWeights) -> bool:
     return all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias))
 
 
-def _kind(weights: ExpertWeights) -> tuple[Any, ...]:
-    """What Triton would look for in the weights' tensors, and what kernels are compiled for because of them."""
-    tensors = tuple((t.data_ptr() % ALIGNED == 0, t.stride(), t.dtype, t.shape[1:]) for t in weights.tensors)
-    biases = (weights.gate_up_bias is None, weights.down_bias is None)
-    formats = (weights.gate_up.format.name, weights.down.format.name, weights.row_format)
-    return (*tensors, *biases, *formats, weights.activation.code, weights.num_experts)
+def _kind(argument: Any) -> Any:
+    """What Triton would look for in an argument, and what kernels are compiled for because of it."""
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNED == 0
+    if isinstance(argument, TensorDescriptor):
+        return _kind(argument.base), *argument.shape, *argument.strides, *argument.block_shape
+    return getattr(argument, "value", argument)  # of a constexpr
 
 
 def _launches(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
@@ -211,12 +211,12 @@ def _resources(tile: Tile) -> dict[str, int]:
 
 
 def _described(
-    stored: Any, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
+    stored: StoredExperts, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
 ) -> tuple[Any, ...]:
-    assert isinstance(stored, PackedTensor)
     if bias is not None and bias.stride(-1) != 1:
         bias = bias.contiguous()
-    return describe(stored), tensor_map(stored, tile, *rest), bias, 0 if bias is None else bias.stride(0)
+    map = tensor_map(stored, tile, *rest) if isinstance(stored, PackedTensor) else None
+    return describe(stored), map, bias, 0 if bias is None else bias.stride(0)
 
 
 def tensor_map(

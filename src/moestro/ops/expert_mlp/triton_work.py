@@ -103,7 +103,7 @@ class Work:
     def call(self, x: Tensor) -> Call | None:
         """`compute` without slots of its own, at once; None unless all has been compiled for the device of x.
 
-        One allocation holds the workspaces, and kernels are given addresses: the call itself owns what it computes on.
+        One allocation holds the workspaces, and kernels are given addresses. Who calls owns what is computed on.
         """
         if gpu.interpreted():
             return Call(lambda x, ids, weights: self.compute(x, ids, weights, ids), holds_weights=True)
@@ -126,7 +126,7 @@ class Work:
             return out
 
         maps = any(isinstance(argument, TensorDescriptor) for argument in (*self.gate_up, *self.down))
-        return Call(at_once, holds_weights=maps)
+        return Call(at_once, maps, (self.gate_up[0].table, self.down[0].table))
 
 
 def _places(arguments: Any) -> Any:
