@@ -148,11 +148,12 @@ def test_kernels_compile_within_the_part(arguments):
         assert words[-1] == ("wgmma" if arguments[0] == "sm_90" else "mma"), line
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(architecture):
+@pytest.mark.parametrize(("architecture", "dtypes"), [("sm_80", ("bfloat16",)), ("sm_90", ("bfloat16", "float16"))])
+def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(architecture, dtypes):
     """Tiles of 64 x 128 in flight and rows take 28 KiB; a decoded tile that passed through it would take 16 more."""
-    lines = [line for line in said(architecture, "mxfp4", "int4-g128", "64") if "gate_up" in line or "down_" in line]
-    assert len(lines) == 4
+    said_of = said(architecture, *dtypes, "mxfp4", "int4-g128", "64")
+    lines = [line for line in said_of if "gate_up" in line or "down_" in line]
+    assert len(lines) == 4 * len(dtypes)
     for line in lines:
         words = line.split()
         assert int(words[words.index("shared") + 1]) <= 32 << 10, line

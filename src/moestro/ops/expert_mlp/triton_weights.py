@@ -49,7 +49,7 @@ class Weights(NamedTuple):
         num_experts: E.
         height: rows of a matrix where an expert has two, one above the other.
         parts: matrices of an expert.
-        apart: of which all entries for data are multiples.
+        data_unit, scale_unit: of what all entries for data are multiples, and all for scales and zero points.
         num_rows: N.
         by_rows: whether the items of a row follow one another in memory.
         element: "dense", or that of the format.
@@ -58,6 +58,8 @@ class Weights(NamedTuple):
         converts: whether the processor converts e4m3.
         warpgroups: whether its tensor cores are those of Hopper.
         pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
+        step: of what the row strides of scales and zero points are multiples. Triton asks for 16 only, and loads what a
+            thread holds of a row one by one where it knows of no other.
     """
 
     data: Any
@@ -72,7 +74,8 @@ class Weights(NamedTuple):
     num_experts: Any
     height: Any
     parts: Any
-    apart: Any
+    data_unit: Any
+    scale_unit: Any
     num_rows: Any
     by_rows: Any
     element: Any
@@ -82,6 +85,7 @@ class Weights(NamedTuple):
     converts: Any
     warpgroups: Any
     pairs: Any
+    step: Any
 
 
 def describe(stored: StoredExperts) -> Weights:
@@ -105,7 +109,8 @@ def describe(stored: StoredExperts) -> Weights:
         num_experts=stored.shape[0],
         height=stored.shape[1] // parts,
         parts=tl.constexpr(parts),
-        apart=tl.constexpr(1 if table is None else math.gcd(_WIDEST, *[n for of in table[0] for n in of])),
+        data_unit=tl.constexpr(_unit_of([] if table is None else table[:1])),
+        scale_unit=tl.constexpr(_unit_of([] if table is None else table[1:3])),
         num_rows=stored.shape[1],
         by_rows=tl.constexpr(data.stride(-1) == 1),
         element=tl.constexpr("dense" if form.is_dense else form.element),
@@ -114,6 +119,7 @@ def describe(stored: StoredExperts) -> Weights:
         columns=tl.constexpr(0 if scaling is None else scaling.columns),
         converts=tl.constexpr(capability >= (8, 9)),
         warpgroups=tl.constexpr(capability[0] == 9),
+        step=tl.constexpr(math.gcd(_WIDEST, *[t.stride(-2) for t in (scales, first.zeros) if t is not None])),
         pairs=tl.constexpr(
             parts == 1 and scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0
         ),
@@ -123,6 +129,10 @@ def describe(stored: StoredExperts) -> Weights:
 def _strides(t: Tensor) -> tuple[int, ...]:
     """Of experts, rows and columns; 0 of experts where there is one matrix."""
     return (0,) * (3 - t.dim()) + t.stride()
+
+
+def _unit_of(entries: list[list[list[int]]]) -> int:
+    return math.gcd(_WIDEST, *[n for kind in entries for of in kind for n in of])
 
 
 def _table(stored: SplitTensor) -> list[list[list[int]]]:
@@ -158,7 +168,10 @@ def _begin(w, KIND: tl.constexpr, expert, rows):
         start = tl.load(at)
         if w.parts == 2:
             start = tl.where(_inside(w, rows) >= w.height, tl.load(at + 1), start)
-        return tl.multiple_of(start, w.apart) if KIND == 0 else start
+        if KIND == 0:
+            return tl.multiple_of(start, w.data_unit)
+        else:
+            return start if KIND == 3 else tl.multiple_of(start, w.scale_unit)
     elif KIND == 0:
         return expert * w.data_strides[0]
     elif KIND == 1:
@@ -186,11 +199,12 @@ def step_meta(w, begins, rows, k0, K, BK: tl.constexpr):
         if w.pairs and rows.shape[0] <= w.rows:
             down = tl.min(tl.reshape(down, (rows.shape[0] // 2, 2)), 0)
         mask = ((blocks * w.columns < K) & (k0 < K))[None, :]
-        scales = tl.load(_places(w, w.scales, w.scale_strides, begins[1], down, blocks), mask=mask, other=0)
+        scales = tl.load(_places(w, w.scales, w.scale_strides, begins[1], down, blocks, w.step), mask=mask, other=0)
         if w.zeros is None:
             return scales, tl.zeros((1, 1), tl.int32)
         else:
-            return scales, tl.load(_places(w, w.zeros, w.zero_strides, begins[2], down, blocks), mask=mask, other=0)
+            at = _places(w, w.zeros, w.zero_strides, begins[2], down, blocks, w.step)
+            return scales, tl.load(at, mask=mask, other=0)
 
 
 @triton.jit
@@ -317,9 +331,12 @@ def _own(w, rows):
 
 
 @triton.jit
-def _places(w, base, strides, start, down, across):
+def _places(w, base, strides, start, down, across, STEP: tl.constexpr):
     base = base + (start if w.parts == 1 else start[:, None])
-    return base + down.to(tl.int64)[:, None] * strides[1] + across[None, :] * strides[2]
+    row = down.to(tl.int64) * strides[1]
+    if STEP is not None:
+        row = tl.multiple_of(row, STEP)
+    return base + row[:, None] + across[None, :] * strides[2]
 
 
 @triton.jit
@@ -327,11 +344,11 @@ def _codes(w, begins, rows, start, stop, COUNT: tl.constexpr):
     """Items start to start + COUNT of the rows, as stored; 0 beyond the matrix's columns."""
     items = start + tl.arange(0, COUNT)
     if w.by_rows:
-        at = _places(w, w.data, w.data_strides, begins[0], _own(w, rows), items)
+        at = _places(w, w.data, w.data_strides, begins[0], _own(w, rows), items, None)
         return tl.load(at, mask=items[None, :] < stop, other=0)
     else:
         down = rows if w.parts == 1 else _own(w, rows)
-        at = _places(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64))
+        at = _places(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64), None)
         mask = ((rows >= 0) & (rows < w.num_rows))[:, None] & (items[None, :] < stop)
         return tl.load(at, mask=mask, other=0)
 
