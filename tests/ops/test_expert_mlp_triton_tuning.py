@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,17 @@ def test_a_block_size_that_is_asked_for(block, rows):
     assert (how.block, how.rows, how.strategy) == (min(block, 128), rows, "blockwise")
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_tiles_of_small_groups_leave_registers_for_the_sums(capability):
+    for rows in (64, 128):
+        for group in (0, 16, 32, 128):
+            asked = replace(problem("qwen3", 64, bits=4.25), group=group)
+            tile, _ = tuning._tiles(asked, gpu.Device(capability, 132, 227 << 10), rows)
+            small = 0 < group < 64 and capability != (9, 0)
+            assert tile.warps == (8 if small or rows == 128 or (group == 128 and capability != (9, 0)) else 4)
+            assert tile.columns == (64 if rows == 128 and (small or group == 128) else 128)
+
+
 def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
     """What `python -m` of a module prints, in a process whose kernels are compiled and not interpreted."""
     pytest.importorskip("triton")
@@ -129,7 +141,11 @@ def test_sizes_that_triton_specialises_on_compile():
     assert all(line.startswith("edge") for line in lines)
 
 
-COMPILED = [("sm_90", "bfloat16", "4096"), ("sm_86", "bfloat16", "mxfp4", "64")]
+COMPILED = [
+    ("sm_90", "bfloat16", "4096"),
+    ("sm_86", "bfloat16", "mxfp4", "64"),
+    ("sm_80", "bfloat16", "nvfp4", "4096"),
+]
 
 
 @pytest.mark.parametrize("arguments", COMPILED, ids="-".join)

@@ -119,7 +119,7 @@ def describe(stored: StoredExperts) -> Weights:
         columns=tl.constexpr(0 if scaling is None else scaling.columns),
         converts=tl.constexpr(capability >= (8, 9)),
         warpgroups=tl.constexpr(capability[0] == 9),
-        step=tl.constexpr(math.gcd(_WIDEST, *[t.stride(-2) for t in (scales, first.zeros) if t is not None])),
+        step=tl.constexpr(_row_unit(scales, first.zeros)),
         pairs=tl.constexpr(
             parts == 1 and scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0
         ),
@@ -129,6 +129,10 @@ def describe(stored: StoredExperts) -> Weights:
 def _strides(t: Tensor) -> tuple[int, ...]:
     """Of experts, rows and columns; 0 of experts where there is one matrix."""
     return (0,) * (3 - t.dim()) + t.stride()
+
+
+def _row_unit(*tensors: Tensor | None) -> int:
+    return math.gcd(_WIDEST, *[t.stride(-2) for t in tensors if t is not None])
 
 
 def _unit_of(entries: list[list[list[int]]]) -> int:
