@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,6 +205,20 @@ def test_copies_of_weights_have_calls_of_their_own():
         assert not is_known(x, routing, layer)
         check(x, routing, layer)
     assert bit_equal(expert_mlp.run(x, routing, weights), expert_mlp.run(x, routing, weights))
+
+
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+
+
+@pytest.mark.skipif(COMPILER is None or torch.cuda.is_available(), reason="a compiled driver stands in for CUDA's")
+def test_tritons_launcher_reads_addresses_as_it_reads_tensors(tmp_path: Path) -> None:
+    source = Path(__file__).with_name("cuda_stub.c")
+    command = [str(COMPILER), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o"]
+    subprocess.run([*command, str(tmp_path / "libcuda.so.1")], check=True, capture_output=True)
+    (tmp_path / "libcuda.so").symlink_to("libcuda.so.1")
+    lines = said(str(tmp_path), module="ops.launched")
+    assert len(lines) == 8
+    assert all(line.startswith("launched") for line in lines)
 
 
 MOST_FUNCTIONS = {"expert_mlp": 32, "node": 48, "route": 35, "topk": 27}
