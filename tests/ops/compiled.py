@@ -2,6 +2,7 @@
 
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 fp8-e4m3-b128/fp8-e4m3    (rows rounded to 8-bit floats)
+    TRITON_INTERPRET=0 python -m ops.compiled sm_90 mxfp4+apart    (experts that lie apart)
 
 A driver that answers for a GPU stands in for the one that is missing; kernels are compiled by the very calls that
 launch them, and not run.
@@ -16,22 +17,26 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import moestro
 from moestro import Activation, ExpertWeights, Routing
-from moestro.formats import FORMATS
-from moestro.ops import gpu
+from moestro.formats import FORMATS, PackedTensor, SplitTensor, StoredExperts
+from moestro.ops import expert_mlp, gpu
 from moestro.ops.expert_mlp import triton as engine
 from moestro.ops.expert_mlp import triton_tuning
 from moestro.ops.gpu import Device, shared_memory
+from moestro.ops.topk import triton as topk_triton
+from moestro.routing import triton as routing_triton
 from moestro.types import GPT_OSS_SWIGLU
 
 from . import problems
+from .stored import apart
 
 ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120": 170}
 """Multiprocessors of a part of each: A100, RTX 3090, RTX 4090, H200, RTX 5090."""
@@ -62,8 +67,7 @@ class _Driver:
     def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    get_current_stream = int  # which takes the number of a device, and is no function of Python's either
 
 
 def device(architecture: str) -> Device:
@@ -76,40 +80,50 @@ def device(architecture: str) -> Device:
 @contextmanager
 def launching(architecture: str) -> Iterator[list[tuple[Any, ...]]]:
     """While open, launches compile for this architecture, and what the driver would be handed is kept in the list."""
-    from triton.compiler import CompiledKernel
-
     handed: list[tuple[Any, ...]] = []
-    with compiling(architecture, warmup=False), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledKernel, "_init_handles", lambda self: None)
-        patch.setattr(CompiledKernel, "run", property(lambda self: lambda *a: handed.append((self.name, *a))))
+    with compiling(architecture, handed):
         yield handed
 
 
 @contextmanager
-def compiling(architecture: str, warmup: bool = True) -> Iterator[dict[str, Any]]:
-    """While open, launches compile for this architecture, run nothing, and are kept in the dictionary."""
+def compiling(architecture: str, handed: list[tuple[Any, ...]] | None = None) -> Iterator[dict[str, Any]]:
+    """While open, launches compile for this architecture, run nothing, and are kept in the dictionary.
+
+    With a list for what the driver would be handed, launches are carried out up to there.
+    """
     import triton
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
     found: dict[str, Any] = {}
-    run, device_of, driver = JITFunction.run, gpu.device_of, triton.runtime.driver._active
+    run, told = JITFunction.run, [] if handed is None else handed
 
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["warmup"] = warmup
-        kernel = found[self.fn.__name__] = run(self, *args, **kwargs)
-        return None if warmup else kernel
+    def keep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = found[self.fn.__name__] = run(self, *args, **{**kwargs, "warmup": handed is None})
+        return kernel
 
-    triton.runtime.driver.set_active(_Driver(int(architecture.removeprefix("sm_"))))
-    JITFunction.run, gpu.device_of = compile_only, lambda tensor: device(architecture)
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.driver, "_active", _Driver(int(architecture.removeprefix("sm_"))))
+        patch.setattr(JITFunction, "run", keep)
+        patch.setattr(gpu, "device_of", lambda tensor: device(architecture))
+        patch.setattr(CompiledKernel, "_init_handles", lambda self: None)
+        patch.setattr(CompiledKernel, "run", property(lambda self: lambda *a: told.append((self.name, *a))))
+        yield found
+    forget()
+
+
+def forget() -> None:
+    """Drop what has been compiled, and what launches it."""
+    from triton.runtime.jit import JITFunction
+
     for module in list(sys.modules.values()):
-        for value in vars(module).values() if module and module.__name__.startswith("moestro.") else ():
+        for value in list(vars(module).values()) if module and module.__name__.startswith("moestro.") else ():
             if isinstance(value, JITFunction):
                 value.device_caches.clear()
-    try:
-        yield found
-    finally:
-        JITFunction.run, gpu.device_of = run, device_of
-        triton.runtime.driver._active = driver
+    for kept in (gpu.kept, topk_triton._launch, routing_triton._launch):
+        kept.cache_clear()
+    engine._launches()._COMPILED.clear()
 
 
 def measured(name: str, kernel: Any, architecture: str) -> Compiled:
@@ -136,8 +150,10 @@ def layer(
     data = ExpertWeights.from_dense(
         torch.zeros(experts, 2 * inner, hidden), torch.zeros(experts, hidden, inner), None, None, activation
     )
-    stored, _, rows = form.partition("/")
+    stored, _, rows = form.removesuffix("+apart").partition("/")
     weights = data.quantize(stored, row_format=rows or "float")  # type: ignore[arg-type]
+    if form.endswith("+apart"):
+        weights = apart(weights)
     x = torch.zeros(num_tokens, hidden, dtype=dtype)
     routing = Routing(torch.zeros(num_tokens, top_k, dtype=torch.long), torch.zeros(num_tokens, top_k))
     with compiling(architecture) as found:
@@ -156,41 +172,70 @@ def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(argument)
 
 
-def relaunched(architecture: str, num_tokens: int) -> None:
+def relaunched(architecture: str, num_tokens: int, form: str = "bfloat16") -> None:
     """Fail unless later launches of each kernel hand the driver what the first did, for their own tensors."""
+    stored, _, rows = form.removesuffix("+apart").partition("/")
     weights, other = (
-        ExpertWeights.from_dense(torch.zeros(3, 64, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16()) for _ in "ab"
+        ExpertWeights.from_dense(torch.zeros(3, 64, 64), torch.zeros(3, 64, 32)).quantize(stored) for _ in "ab"
     )
+    weights, other = (replace(w, row_format=rows or "float") for w in (weights, other))
+    if form.endswith("+apart"):
+        weights, other = apart(weights), apart(other)
     x = torch.zeros(num_tokens, 64).bfloat16()
     routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
-
-    def values(argument: Any) -> Any:
-        if isinstance(argument, tuple | list):
-            return [values(a) for a in argument]
-        if isinstance(argument, torch.Tensor):
-            return argument.dtype, argument.shape
-        return getattr(argument, "value", None if hasattr(argument, "base") else argument)
-
-    with launching(architecture) as handed:
-        for layer in (weights, weights, other):
-            engine.run(x, routing, layer, ("auto", None))
+    with launching(architecture) as handed, taken_for_a_gpu():
+        for layer in (weights, weights, other, other):
+            expert_mlp.run(x, routing, layer)
         kinds = engine._launches()._COMPILED
         known = len(kinds)
-        engine.run(torch.zeros(num_tokens * 64 + 1).bfloat16()[1:].view(-1, 64), routing, other, ("auto", None))
+        expert_mlp.run(torch.zeros(num_tokens * 64 + 1).bfloat16()[1:].view(-1, 64), routing, other)
         assert len(kinds) == known + 1, "a kernel that was compiled for multiples of 16 takes other pointers"
-    count = len(handed) // 4
-    first, second, third = (handed[i * count : (i + 1) * count] for i in range(3))
-    assert [a[0] for a in first] == [a[0] for a in second] == [a[0] for a in third], "other kernels"
-    for layer, calls in ((weights, first), (weights, second), (other, third)):
-        given = [t.data_ptr() for call in calls for t in tensors_of(call)]
-        assert layer.gate_up.data.data_ptr() in given
-        assert layer.down.data.data_ptr() in given
-    for a, b in [*zip(first, second, strict=True), *zip(first, third, strict=True)]:
-        assert len(a) == len(b), a[0]
-        for i, (u, v) in enumerate(zip(a[1:], b[1:], strict=True)):
-            told = type(u).__name__ == "LazyDict" == type(v).__name__  # what hooks are told of a launch
-            assert told or values(u) == values(v), f"{a[0]}, argument {i}: {u}, then {v}"
-        print("relaunched", a[0], len(a))
+    count = len(handed) // 5
+    calls = [handed[i * count : (i + 1) * count] for i in range(4)]
+    both = ([*first_of(w.gate_up).tensors, *first_of(w.down).tensors] for w in (weights, other))
+    owned = [{t.data_ptr() for t in (x, *tensors_of(vars(routing).values()), *tensors)} for tensors in both]
+    for i, call in enumerate(calls):
+        given = {a if isinstance(a, int) else a.data_ptr() for launch in call for a in pointers(launch)}
+        assert owned[i // 2] <= given, (i, owned[i // 2] - given)
+        for first, launch in zip(calls[0], call, strict=True):
+            alike(first, launch, owned[0] if i < 2 else owned[0] & owned[1])
+            print("relaunched", form, launch[0], len(launch))
+
+
+def first_of(stored: StoredExperts) -> PackedTensor:
+    """The stack, or of experts apart the matrix from which the table counts."""
+    return stored.matrices[0][0] if isinstance(stored, SplitTensor) else stored
+
+
+def pointers(arguments: Any) -> Iterator[Any]:
+    """Tensors and addresses among arguments: an address is a number that no size here reaches."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument > 1 << 32):
+            yield argument
+        elif isinstance(argument, tuple | list):
+            yield from pointers(argument)
+
+
+def alike(first: Any, later: Any, same: set[int]) -> None:
+    """Fail unless arguments are the first ones, addresses of tensors in their place; of those in `same`, their own."""
+    if isinstance(first, tuple | list):
+        assert len(first) == len(later), (first, later)
+        for u, v in zip(first, later, strict=True):
+            alike(u, v, same)
+    elif isinstance(first, torch.Tensor):
+        place = later if isinstance(later, int) else later.data_ptr()
+        assert place % 16 == first.data_ptr() % 16, (first, later)
+        assert place == first.data_ptr() or first.data_ptr() not in same, (first, later)
+    elif not hasattr(first, "base") and type(first).__name__ not in ("LazyDict", "HookChain"):
+        assert getattr(first, "value", first) == getattr(later, "value", later), (first, later)
+
+
+@contextmanager
+def taken_for_a_gpu() -> Iterator[None]:
+    """While open, tensors of the CPU are taken as those of a GPU are, for calls that launch nothing."""
+    with moestro.use(implementation=gpu.IMPLEMENTATION), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "_unusable", lambda device: None)
+        yield
 
 
 def edges(architecture: str) -> None:
@@ -216,6 +261,8 @@ def main(arguments: list[str]) -> None:
     if "relaunch" in arguments:
         for architecture, num_tokens in itertools.product([a for a in arguments if a in ARCHITECTURES], (1, 100)):
             relaunched(architecture, num_tokens)
+            relaunched(architecture, num_tokens, "int8/int8")
+            relaunched(architecture, num_tokens, "mxfp4+apart")
         return
     architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
     if "edges" in arguments:
@@ -223,7 +270,9 @@ def main(arguments: list[str]) -> None:
             edges(architecture)
         return
     dtypes = [a for a in arguments if a in ("bfloat16", "float16", "float32")] or ["bfloat16"]
-    forms = [a for a in arguments[:] if a.partition("/")[0] in FORMATS and a not in dtypes] or dtypes
+    forms = [
+        a for a in arguments[:] if a.removesuffix("+apart").partition("/")[0] in FORMATS and a not in dtypes
+    ] or dtypes
     tokens = [int(a) for a in arguments if a.isdigit()] or [1, 64, 512, 4096]
     for architecture, dtype, form, num_tokens in itertools.product(architectures, dtypes, forms, tokens):
         for kernel in layer(architecture, getattr(torch, dtype), form, num_tokens).values():

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from moestro.ops import gpu, gpu_checks
+from moestro.ops import gpu_checks
 from moestro.ops.grouping import triton as grouping
 from moestro.ops.topk import triton as topk
 from moestro.routing import GroupLimit, Scoring
@@ -34,7 +34,6 @@ ROUTERS = (
 def kernels(architecture: str) -> Iterator[tuple[str, Compiled]]:
     """What is compiled and with what it was called, for every shape and scoring here."""
     for called, call in calls():
-        gpu.kept.cache_clear()
         with compiling(architecture) as found:
             call()
         for name, kernel in found.items():

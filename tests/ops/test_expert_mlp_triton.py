@@ -123,6 +123,24 @@ def test_experts_nobody_asks_for_are_not_read():
         assert (y[1] == 0).all()
 
 
+@pytest.mark.parametrize("how", PLANS.values(), ids=PLANS)
+def test_ids_beyond_the_experts_are_empty_slots(how):
+    """Also those that are -1 or an expert to who looks at their lower 32 bits; nothing of them is read."""
+    sizes = problems.Sizes(4, 40, 24, 3, 3)
+    weights = problems.weights(sizes, Activation(), torch.float32, bias=True)
+    x = torch.randn(4, 40)
+    x[2] = torch.nan
+    ids = torch.tensor([[0, 3, 2], [1 << 32, 1, (1 << 40) + 2], [5, (1 << 31) - 1, 3], [-2, 2, -1 - (1 << 33)]])
+    by = torch.rand(4, 3)
+    inside = torch.where((ids >= 0) & (ids < 3), ids, -1)
+    expected = engine.launch(x, Routing(inside, by), weights, how)
+    assert_close(expected, reference.expert_mlp(x, Routing(inside, by), weights), torch.float32)
+    assert bit_equal(engine.launch(x, Routing(ids, by.masked_fill(inside < 0, torch.nan)), weights, how), expected)
+    narrow = ids.clamp(-(1 << 31), (1 << 31) - 1).int()
+    assert bit_equal(engine.launch(x, Routing(narrow, by), weights, how), expected)
+    assert (expected[2] == 0).all()
+
+
 @pytest.mark.parametrize("sizes", [(0, 8, 4, 3, 2), (3, 8, 4, 3, 0), (3, 8, 0, 3, 2), (3, 0, 4, 3, 2)], ids=str)
 def test_nothing_to_compute(sizes):
     t, h, i, e, k = sizes

@@ -79,8 +79,17 @@ def test_every_address_lies_in_a_tensor(monkeypatch):
             engine.launch(torch.randn(3, sizes.hidden_size), problems.routing(sizes), layer, how)
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_ids_beyond_the_experts_lead_to_no_address(monkeypatch, name):
+    ids = torch.tensor([[2, 0], [1 << 20, 1 << 33], [-5, 1]])
+    layer, x = weights(2), torch.randn(3, H)
+    with watching(monkeypatch) as seen:
+        engine.launch(x, Routing(ids, torch.rand(3, 2)), layer, PLANS[name])
+    assert set(np.concatenate(seen.of(x)) // H) == {0, 2}
+
+
 def test_an_address_in_no_tensor_is_found(monkeypatch):
-    routing = Routing(torch.full((3, 1), 1 << 20), torch.rand(3, 1))
+    routing = Routing.unchecked(torch.zeros(3, 1, dtype=torch.long), torch.rand(1, 1), "output")
     with watching(monkeypatch), pytest.raises(Exception, match="lie in no tensor"):
         engine.launch(torch.randn(3, H), routing, weights(2), PLANS["pairs"])
 

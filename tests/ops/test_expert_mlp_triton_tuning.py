@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -97,12 +98,23 @@ def test_a_block_size_that_is_asked_for(block, rows):
     assert (how.block, how.rows, how.strategy) == (min(block, 128), rows, "blockwise")
 
 
-def said(*arguments: str) -> list[str]:
-    """What `python -m ops.compiled` prints, in a process whose kernels are compiled and not interpreted."""
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_tiles_of_small_groups_leave_registers_for_the_sums(capability):
+    for rows in (64, 128):
+        for group in (0, 16, 32, 128):
+            asked = replace(problem("qwen3", 64, bits=4.25), group=group)
+            tile, _ = tuning._tiles(asked, gpu.Device(capability, 132, 227 << 10), rows)
+            small = 0 < group < 64 and capability != (9, 0)
+            assert tile.warps == (8 if small or rows == 128 or (group == 128 and capability != (9, 0)) else 4)
+            assert tile.columns == (64 if rows == 128 and (small or group == 128) else 128)
+
+
+def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
+    """What `python -m` of a module prints, in a process whose kernels are compiled and not interpreted."""
     pytest.importorskip("triton")
     path = os.pathsep.join((str(PACKAGE), str(TESTS)))
     run = subprocess.run(
-        [sys.executable, "-m", "ops.compiled", *arguments],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -117,7 +129,9 @@ def said(*arguments: str) -> list[str]:
 def test_later_launches_hand_over_what_the_first_did():
     lines = said("relaunch", "sm_90")
     for kernel in ("gate_up_kernel", "down_kernel", "sum_slots_kernel"):
-        assert sum(f"relaunched {kernel}" in line for line in lines) == 4
+        assert sum(line.startswith("relaunched bfloat16") and kernel in line for line in lines) == 8
+        assert sum(line.startswith("relaunched int8/int8") and kernel in line for line in lines) == 8
+        assert sum(line.startswith("relaunched mxfp4+apart") and kernel in line for line in lines) == 8
 
 
 def test_sizes_that_triton_specialises_on_compile():
@@ -127,7 +141,11 @@ def test_sizes_that_triton_specialises_on_compile():
     assert all(line.startswith("edge") for line in lines)
 
 
-COMPILED = [("sm_90", "bfloat16", "4096"), ("sm_86", "bfloat16", "mxfp4", "64")]
+COMPILED = [
+    ("sm_90", "bfloat16", "4096"),
+    ("sm_86", "bfloat16", "mxfp4", "64"),
+    ("sm_80", "bfloat16", "nvfp4", "4096"),
+]
 
 
 @pytest.mark.parametrize("arguments", COMPILED, ids="-".join)
@@ -146,11 +164,12 @@ def test_kernels_compile_within_the_part(arguments):
         assert words[-1] == ("wgmma" if arguments[0] == "sm_90" else "mma"), line
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(architecture):
+@pytest.mark.parametrize(("architecture", "dtypes"), [("sm_80", ("bfloat16",)), ("sm_90", ("bfloat16", "float16"))])
+def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(architecture, dtypes):
     """Tiles of 64 x 128 in flight and rows take 28 KiB; a decoded tile that passed through it would take 16 more."""
-    lines = [line for line in said(architecture, "mxfp4", "int4-g128", "64") if "gate_up" in line or "down_" in line]
-    assert len(lines) == 4
+    said_of = said(architecture, *dtypes, "mxfp4", "int4-g128", "64")
+    lines = [line for line in said_of if "gate_up" in line or "down_" in line]
+    assert len(lines) == 4 * len(dtypes)
     for line in lines:
         words = line.split()
         assert int(words[words.index("shared") + 1]) <= 32 << 10, line

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moestro.formats import FORMATS, PackedTensor, dense, dequantize, quantize
-from moestro.ops.expert_mlp import triton_bytes, triton_weights
+from moestro.ops.expert_mlp import triton, triton_bytes
 from moestro.ops.expert_mlp.triton_nibbles import ASSEMBLY
 from tolerances import assert_close
 
@@ -201,14 +201,14 @@ def test_rows_beyond_the_matrix_are_not_read():
 @pytest.mark.parametrize("name", NIBBLES)
 def test_bytes_at_odd_addresses_are_refused(name):
     stored = quantize(torch.randn(2, 4, 128), name)
-    assert triton_weights.unreadable(stored) is None
+    assert triton._unread("down", stored) is None
     raw = torch.zeros(stored.data.numel() + 1, dtype=torch.uint8)
     moved = raw[1:].view(stored.data.shape).copy_(stored.data)
     odd = PackedTensor(moved, stored.format, stored.scales, stored.zeros, stored.global_scales)
-    assert "even addresses" in triton_weights.unreadable(odd)
+    assert "those of down are not in rows at even addresses" in triton._unread("down", odd)
 
 
 def test_a_tensor_that_came_to_hold_another_dtype_is_refused():
     stored = dense(torch.randn(2, 4, 8))
     stored.data.data = stored.data.to(torch.bfloat16)
-    assert "another dtype" in triton_weights.unreadable(stored)
+    assert "another dtype" in triton._unread("down", stored)

@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def check(expert_ids: torch.Tensor, num_experts: int, block_size: int) -> None:
     rows = triton.group_rows(expert_ids.to(DEVICE), num_experts, block_size)
     assert all(value.dtype == torch.int32 for value in vars(rows).values())
-    clean = torch.where(expert_ids >= num_experts, -1, expert_ids)
+    clean = torch.where((expert_ids < 0) | (expert_ids >= num_experts), -1, expert_ids)
     tokens, slots, offsets = reference.group_by_expert(clean, num_experts)
     assert rows.offsets.tolist() == offsets
     pairs = rows.pairs.tolist()
@@ -67,6 +67,11 @@ def test_any_ids_also_those_of_other_ranks(data, num_experts: int, top_k: int, b
     id_of = st.integers(-1, num_experts + 1)
     rows = data.draw(st.lists(st.lists(id_of, min_size=top_k, max_size=top_k), max_size=12))
     check(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), top_k), num_experts, block_size)
+
+
+def test_ids_that_are_an_expert_in_their_lower_bits_only() -> None:
+    ids = torch.tensor([[0, 1 << 32], [(1 << 32) + 2, 1], [-(1 << 32), -(1 << 31)], [2, (1 << 31) + 1]])
+    check(ids, 3, 4)
 
 
 def test_many_pairs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

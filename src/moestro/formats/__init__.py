@@ -4,7 +4,7 @@ from moestro.formats.base import PackedTensor, Scaling, SplitTensor, StoredExper
 from moestro.formats.decode import INTEGERS, dequantize, floats, integers
 from moestro.formats.dense import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dense
 from moestro.formats.encode import check_shape, quantize
-from moestro.formats.registry import FORMATS, find_format
+from moestro.formats.registry import FORMATS, find_format, is_registered
 
 __all__ = [
     "BFLOAT16",
@@ -24,5 +24,6 @@ __all__ = [
     "find_format",
     "floats",
     "integers",
+    "is_registered",
     "quantize",
 ]

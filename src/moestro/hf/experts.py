@@ -24,9 +24,8 @@ from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.store import store_of
-from moestro.ops import native
-from moestro.ops.expert_mlp import run
-from moestro.types import EMPTY, Activation, Routing
+from moestro.ops.expert_mlp import run, run_any
+from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
 
 PLAN = "_moestro_plan"
@@ -223,27 +222,34 @@ def serve(
 def apply(
     hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, weights: ExpertWeights, strategy: str
 ) -> Tensor:
-    """`expert_mlp` for a model's own router: ids beyond the experts become empty slots, dtypes are aligned."""
-    routing = trusted_routing(expert_ids, routing_weights, weights.num_experts)
-    return run_rows(hidden_states, routing, weights, strategy)
+    """`expert_mlp` for a model's own router: ids beyond the experts are empty slots, dtypes are aligned."""
+    return run_rows(hidden_states, model_routing(expert_ids, routing_weights), weights, strategy, run_any)
 
 
-def trusted_routing(expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> Routing:
-    """A router's two tensors [T, K] as a `Routing`, with ids outside the experts as empty slots."""
-    wide = routing_weights if routing_weights.dtype == torch.float64 else routing_weights.float()
-    routing = Routing(expert_ids, wide)
-    if native.fits(routing, num_experts):
-        return routing
-    return Routing(expert_ids.masked_fill(expert_ids >= num_experts, EMPTY), wide)
+def model_routing(expert_ids: Tensor, routing_weights: Tensor) -> Routing:
+    """A model's two tensors [T, K] as a `Routing`, whose ids may lie beyond the experts."""
+    return Routing(expert_ids, routing_weights if routing_weights.dtype == torch.float64 else routing_weights.float())
 
 
-def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
+def run_rows(
+    hidden_states: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    strategy: str,
+    primitive: Callable[[Tensor, Routing, ExpertWeights, str], Tensor] = run,
+) -> Tensor:
+    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states.
+
+    Args:
+        hidden_states: [..., H].
+        routing, weights, strategy: as for `moestro.expert_mlp`.
+        primitive: `run`, or `run_any` where ids may lie beyond the experts.
+    """
     rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     form = weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
         rows = rows.to(torch.promote_types(rows.dtype, form.storage))
-    y = run(rows, routing, weights, strategy)
+    y = primitive(rows, routing, weights, strategy)
     if y.dtype != hidden_states.dtype:
         y = y.to(hidden_states.dtype)
     return y if y.dim() == hidden_states.dim() else y.view(hidden_states.shape)

@@ -19,6 +19,9 @@ from moestro.ops import native
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
 
+LEAST_FP8 = (8, 9)
+"""Of the first whose tensor cores multiply 8-bit floats."""
+
 IMPLEMENTATION = "triton"
 
 
@@ -94,19 +97,30 @@ def unreadable(*tensors: Tensor) -> str | None:
     return None
 
 
-def runs_on(kind: str) -> bool:
-    """Whether kernels run on devices of this type, for code that a tracer follows."""
-    return _unusable(torch.device(kind)) is None
+def runs_on(kind: str, index: int | None) -> bool:
+    """Whether kernels run on this device, for code that a tracer follows."""
+    return _unusable(torch.device(kind) if index is None else torch.device(kind, index)) is None
+
+
+def multiplies_fp8(kind: str, index: int | None) -> bool:
+    """Whether kernels multiply 8-bit floats on this device, for code that a tracer follows."""
+    if kind != "cuda":
+        return interpreted()
+    return _device(torch.device(kind) if index is None else torch.device(kind, index)).capability >= LEAST_FP8
 
 
 # What torch.compiler.assume_constant_result does, without loading the compiler, and Triton with it, at import.
-setattr(runs_on, "_dynamo_marked_constant", True)  # noqa: B010
+for _constant in (runs_on, multiplies_fp8):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+_HERE: AbstractContextManager[object] = nullcontext()
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
     """A block in which kernels are launched where the tensor lies: Triton launches on PyTorch's current device."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(tensor.device)
 
 
@@ -134,7 +148,12 @@ def beside(x: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor])
 def _overlaps(x: Tensor) -> bool:
     if not x.is_cuda or torch.is_grad_enabled():
         return False
-    return x.shape[0] >= LEAST_OVERLAPPED or torch.cuda.is_current_stream_capturing()
+    return x.shape[0] >= LEAST_OVERLAPPED or is_captured(x)
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether what is computed of x now becomes part of a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -162,7 +181,7 @@ class Launch:
         names = [p.name for p in kernel.params if p.is_constexpr] if hasattr(kernel, "params") else list(values)
         self._kernel, self._options = kernel, {**values, **resources}
         self._values = [values[name] for name in names]
-        self._compiled: dict[int, Any] = {}
+        self._compiled: dict[int, Callable[..., None]] = {}
         self._driver = importlib.import_module("triton.runtime").driver
 
     def __call__(self, programs: int, *arguments: Any) -> None:
@@ -173,9 +192,33 @@ class Launch:
         device = self._driver.active.get_current_device()
         compiled = self._compiled.get(device)
         if compiled is None:
-            self._compiled[device] = self._kernel[(programs,)](*arguments, **self._options)
+            first = self._kernel[(programs,)](*arguments, **self._options)
+            self._compiled[device] = _direct(first, self._values, device)
         else:
-            compiled[programs, 1, 1](*arguments, *self._values)
+            compiled(programs, *arguments)
+
+    def on(self, device: torch.device) -> Callable[..., None] | None:
+        """The same for calls while that device is the current one, with addresses in place of tensors.
+
+        None before the first launch there. In the interpreter, which reads tensors, it takes tensors.
+        """
+        return self if interpreted() else self._compiled.get(device.index or 0)
+
+
+def _direct(compiled: Any, values: list[Any], device: int) -> Callable[..., None]:
+    """Launches of compiled code on a device as Triton's own end, with no more on the way."""
+    run, function, packed, every = compiled.run, compiled.function, compiled.packed_metadata, tuple(values)
+    runtime = importlib.import_module("triton").knobs.runtime
+    stream = importlib.import_module("triton.runtime").driver.active.get_current_stream
+
+    def launch(programs: int, *arguments: Any) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", True) or getattr(leave, "calls", True):  # a profiler is told of launches
+            compiled[programs, 1, 1](*arguments, *every)
+        else:
+            run(programs, 1, 1, stream(device), function, packed, None, None, None, *arguments, *every)
+
+    return launch
 
 
 Values = tuple[tuple[str, Any], ...]
@@ -189,7 +232,7 @@ def kept(kernel: Any, values: Values, resources: Values, given: tuple[Hashable, 
 
 def aligned(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """What Triton looks for in tensors: their dtypes, and whether they lie at multiples of 16 bytes."""
-    return tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
+    return tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -96,9 +96,9 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in _ORDINARY and not tensor.is_neg()
 
 
-def empty(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """What `torch.empty` returns for a matrix on the CPU, in half of its time."""
-    return torch.empty_strided((num_rows, num_columns), (num_columns, 1), dtype=dtype, device=_CPU)
+def empty(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    """What `torch.empty` returns for a matrix, in half of its time."""
+    return torch.empty_strided((num_rows, num_columns), (num_columns, 1), dtype=dtype, device=device)
 
 
 def unreadable(tensor: Tensor) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Hashable
 from types import ModuleType
 
 import torch
@@ -56,20 +57,30 @@ def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | No
     correction = None if correction is None else correction.contiguous()
     num_tokens, num_columns = logits.shape
     slots = top_k + scoring.shared_experts
-    ids = torch.empty((num_tokens, slots), dtype=torch.int64, device=logits.device)
-    weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=logits.device)
+    ids = native.empty(num_tokens, slots, torch.int64, logits.device)
+    weights = native.empty(num_tokens, slots, torch.float32, logits.device)
     if num_tokens:
-        fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, correction is not None)
         stride = logits.stride(0)
         given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
-        call = gpu.kept(_kernels().route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
-        out = (ids, weights, num_tokens, stride)
+        call, block_t, numbers = _launch(scoring, num_columns, top_k, limits, given)
         with gpu.on(logits):
-            call(-(-num_tokens // block_t), logits, correction, *out, *_numbers(scoring, limits[3]))
+            call(-(-num_tokens // block_t), logits, correction, ids, weights, num_tokens, stride, *numbers)
     return Routing.unchecked(ids, weights, scoring.weight_on)
 
 
 @functools.lru_cache(maxsize=256)
+def _launch(
+    scoring: Scoring, num_columns: int, top_k: int, limits: _Groups, given: tuple[Hashable, ...]
+) -> tuple[gpu.Launch, int, tuple[float, ...]]:
+    """The launch for such arguments, the tokens of a program, and the numbers that it is given last.
+
+    `given` is what Triton would look for in the tensors: of logits, correction (None without) and logits' stride.
+    """
+    fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, given[1] is not None)
+    call = gpu.kept(_kernels().route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
+    return call, block_t, _numbers(scoring, limits[3])
+
+
 def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
     """What the kernel is given, in its order."""
     power = float(scoring.renormalize)
@@ -86,7 +97,6 @@ def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
     return tuple(map(float, numbers))  # an integer would be compiled for its value
 
 
-@functools.lru_cache(maxsize=256)
 def _values(
     scoring: Scoring, num_columns: int, top_k: int, groups: _Groups, corrected: bool
 ) -> tuple[gpu.Values, int, int]:

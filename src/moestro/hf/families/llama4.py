@@ -36,7 +36,7 @@ def forward(module: Any, hidden_states: Tensor, *, strategy: str) -> tuple[Tenso
     weights, ids = scores.topk(module.top_k, dim=-1)
     inner = _inner(module)
     expert_weights = experts.stored_weights(inner) or experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
-    routing = replace(experts.trusted_routing(ids, weights, expert_weights.num_experts), weight_on="input")
+    routing = replace(experts.model_routing(ids, weights), weight_on="input")
     routed = experts.run_rows(rows, routing, expert_weights, strategy)
     return module.shared_expert(rows) + routed, logits
 

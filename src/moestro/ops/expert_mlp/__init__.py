@@ -14,9 +14,9 @@ from moestro import formats, machine, settings
 from moestro.errors import invalid_input
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import _select, gpu, gpu_checks, native
-from moestro.ops.expert_mlp import cpu, plain, reference, triton, tuning
+from moestro.ops.expert_mlp import cpu, plain, reference, triton, triton_known, tuning
 from moestro.ops.grouping import choose_block_size
-from moestro.types import Routing
+from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
 
 __all__ = ["expert_mlp"]
@@ -58,11 +58,52 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
     """`expert_mlp` without the checks, for a routing that is known to fit."""
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
-    call = _select.select("expert_mlp", x, routing, weights).call
+    y = _again(x, routing, weights, strategy)
+    return _carry_out(_chosen(x, routing, weights), x, routing, weights, strategy) if y is None else y
+
+
+def run_any(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+    """`run` for a routing whose ids at or beyond the number of experts stand for empty slots.
+
+    They are made -1 for implementations to which they are not: two launches that a GPU's kernels do without.
+    """
+    if torch.compiler.is_compiling():
+        stays = library.stays_on_device(x, routing, weights)
+        return library.traced(x, routing if stays else _within(routing, weights.num_experts), weights, strategy)
+    if native.fits(routing, weights.num_experts):
+        return run(x, routing, weights, strategy)
+    y = _again(x, routing, weights, strategy)
+    if y is not None:
+        return y
+    chosen = _chosen(x, routing, weights)
+    if chosen.name != gpu.IMPLEMENTATION:
+        routing = _within(routing, weights.num_experts)
+    return _carry_out(chosen, x, routing, weights, strategy)
+
+
+def _within(routing: Routing, num_experts: int) -> Routing:
+    ids = routing.expert_ids
+    return routing.with_ids(ids.masked_fill(ids >= num_experts, EMPTY))
+
+
+def _again(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor | None:
+    """What a GPU's kernels compute where they have computed a call like this one; else None."""
+    if x.is_cuda or settings.current().implementation == gpu.IMPLEMENTATION:
+        return triton.again(x, routing, weights, strategy)
+    return None
+
+
+def _chosen(x: Tensor, routing: Routing, weights: ExpertWeights) -> _select.Implementation:
+    return _select.select("expert_mlp", x, routing, weights)
+
+
+def _carry_out(
+    chosen: _select.Implementation, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str
+) -> Tensor:
     if not torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type):
-        return cast(Tensor, call(x, routing, weights, strategy))
+        return cast(Tensor, chosen.call(x, routing, weights, strategy))
     with torch.autocast(x.device.type, enabled=False):  # the dtypes of x and the weights say what is computed in
-        return cast(Tensor, call(x, routing, weights, strategy))
+        return cast(Tensor, chosen.call(x, routing, weights, strategy))
 
 
 def resolve_strategy(routing: Routing, weights: ExpertWeights, strategy: str) -> tuple[tuning.Choice, int | None]:
@@ -123,7 +164,7 @@ def _run_cpu(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 def _run_triton(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     name, block_size, _ = _named_strategy(strategy)
-    return triton.run(x, routing, weights, (name, block_size))
+    return triton.run(x, routing, weights, (name, block_size), triton_known.facts(x, routing, strategy))
 
 
 def _run_reference(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moestro import formats, settings
 from moestro.errors import UnsupportedError, unsupported
-from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
+from moestro.formats import SplitTensor, StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
-from moestro.ops.grouping import tuning as grouping_tuning
+from moestro.ops.expert_mlp.triton_known import Place
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights, Layout
 
@@ -46,9 +46,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     node = (
-        torch.ops.moestro.expert_mlp_on_device
-        if _stays_on_device(x, routing, weights)
-        else torch.ops.moestro.expert_mlp
+        torch.ops.moestro.expert_mlp_on_device if stays_on_device(x, routing, weights) else torch.ops.moestro.expert_mlp
     )
     out: Tensor = node(
         x,
@@ -66,16 +64,13 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     return out
 
 
-def _stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
-    """Whether Triton's kernels, which read no ids on the host, will compute this."""
-    if settings.current().implementation not in (None, gpu.IMPLEMENTATION) or not gpu.runs_on(x.device.type):
+def stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+    """Whether Triton's kernels, which read no ids on the host, will compute this: what `triton.supports` will say."""
+    if settings.current().implementation not in (None, gpu.IMPLEMENTATION):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
         return False
-    stored = (weights.gate_up, weights.down)
-    stacks = all(isinstance(s, PackedTensor) and s.format.storage != torch.float64 for s in stored)
-    floats = weights.row_format == "float" and triton.no_dtype(x, routing, weights) is None
-    return stacks and floats and weights.num_experts <= grouping_tuning.MOST_EXPERTS
+    return gpu.runs_on(x.device.type, x.device.index) and triton.untaken(x, routing, weights) is None
 
 
 _TRAINED = frozenset(f"{a.name}|{b.name}" for a in DENSE_FORMATS for b in DENSE_FORMATS)
@@ -107,8 +102,7 @@ def write_layout(stored: StoredExperts) -> str:
         UnsupportedError: the format is not the one that `moestro.formats` knows by its name.
     """
     form = stored.format
-    known = formats.FORMATS.get(form.name)
-    if known is not form and not _equal(known, form):
+    if not formats.is_registered(form):
         raise unsupported(
             "expert_mlp",
             got=f"torch.compile with weights stored as {form.name}",
@@ -116,17 +110,6 @@ def write_layout(stored: StoredExperts) -> str:
             fix="Call it outside the graph.",
         )
     return f"{form.name}/{len(stored.matrices[0])}" if isinstance(stored, SplitTensor) else form.name
-
-
-def _equal(a: WeightFormat | None, b: WeightFormat) -> bool:
-    """`a == b`, which the tracer does not follow; a copied module has copies of its formats."""
-    if a is None or a.element != b.element or a.storage != b.storage or a.per_item != b.per_item:
-        return False
-    s, t = a.scaling, b.scaling
-    if s is None or t is None:
-        return s is t
-    sizes = s.rows == t.rows and s.columns == t.columns
-    return sizes and s.zeros == t.zeros and s.global_scales == t.global_scales
 
 
 def read_layout(text: str) -> Layout:
@@ -171,6 +154,42 @@ def _expert_mlp_node(
     return run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
 
 
+def _on_device_node(
+    x: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weight_on: str,
+    activation: str,
+    layout: str,
+    strategy: str,
+) -> Tensor:
+    from moestro.ops.expert_mlp import run_any
+
+    biases = gate_up_bias, down_bias
+    routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
+    tensors = (*gate_up, *down, *[b for b in biases if b is not None])
+    place = Place(tensors, (activation, layout, gate_up_bias is None, down_bias is None))
+    call = place.find(x, routing, strategy)
+    if call is not None:
+        return call.compute(x, expert_ids, routing_weights)
+    weights = _weights(gate_up, down, biases, (activation, layout))
+    reason = triton.supports(x, routing, weights) if gpu.is_captured(x) else None
+    if reason is not None:
+        raise unsupported(
+            "expert_mlp",
+            got="a CUDA graph that is captured, and a call of its that the triton implementation cannot run",
+            needs=f"one that it can: {reason}",
+            fix="Change what the sentence names, or leave the layer out of the graph.",
+        )
+    y = run_any(x, routing, weights, strategy)
+    place.keep(x, routing, weights, strategy)
+    return y
+
+
 def _like_x(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -178,7 +197,7 @@ def _like_x(x: Tensor, *args: Any) -> Tensor:
 _expert_mlp = torch.library.custom_op("moestro::expert_mlp", _expert_mlp_node, mutates_args=(), tags=_READS_IDS)
 _expert_mlp.register_fake(_like_x)
 
-_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _expert_mlp_node, mutates_args=())
+_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _on_device_node, mutates_args=())
 _on_device.register_fake(_like_x)
 """The same where nothing is read on the host, so that a CUDA graph can hold it; without gradients."""
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Hashable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from moestro import formats
 from moestro.errors import unsupported
-from moestro.formats import WeightFormat
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import gpu
-from moestro.ops.expert_mlp import triton_tuned, triton_tuning
+from moestro.ops.expert_mlp import triton_known, triton_tuned, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
 from moestro.ops.grouping import tuning as grouping_tuning
 from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
-
-LEAST_FP8 = (8, 9)
-"""Compute capability of the first GPUs whose tensor cores multiply 8-bit floats."""
 
 _ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,20 +29,18 @@ def _launches() -> ModuleType:
     return importlib.import_module("moestro.ops.expert_mlp.triton_launch")
 
 
-@functools.cache
-def _weights() -> ModuleType:
-    return importlib.import_module("moestro.ops.expert_mlp.triton_weights")
-
-
 def supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """None, or the sentence why these kernels cannot compute this."""
     return (
         gpu.unusable(x)
-        or _no_layer(weights)
-        or _no_rows(x, weights)
-        or no_dtype(x, routing, weights)
+        or untaken(x, routing, weights)
         or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
     )
+
+
+def untaken(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Why these kernels have no such layer, on whatever device they run; None if they do. A tracer follows this."""
+    return _no_layer(weights) or _no_rows(x, weights) or _no_dtype(x, routing, weights)
 
 
 def _no_layer(weights: ExpertWeights) -> str | None:
@@ -53,10 +50,44 @@ def _no_layer(weights: ExpertWeights) -> str | None:
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
-        reason: str | None = _weights().unreadable(stored)
+        reason = _unread(name, stored)
         if reason is not None:
-            return reason.format(name=name)
+            return reason
     return None
+
+
+def _unread(name: str, stored: StoredExperts) -> str | None:
+    """Why kernels cannot read the experts of a projection; None if they can."""
+    form = stored.format
+    if not formats.is_registered(form) or form.storage == torch.float64:
+        return f"it does not read {form.name}, in which {name} is stored"
+    matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
+    for matrix in matrices:
+        if matrix.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
+            return f"{name} is described as {form.name} and has come to hold numbers of another dtype"
+        if form.per_item == 2 and not _is_words(matrix.data):
+            return f"it reads two bytes at once, and those of {name} are not in rows at even addresses"
+    return _no_table(name, stored.matrices) if isinstance(stored, SplitTensor) else None
+
+
+def _no_table(name: str, experts: tuple[tuple[PackedTensor, ...], ...]) -> str | None:
+    """Why experts that lie apart cannot be found by a table of where they lie; None if they can."""
+    first = experts[0][0]
+    if len(experts[0]) > 2 or any(part.data.shape != first.data.shape for part in experts[0]):
+        return f"it reads experts of one matrix, or of two of one height, and {name} has others"
+    lie = [(t.stride(), t.dtype) for t in first.tensors]
+    for matrix in (m for parts in experts for m in parts):
+        if [(t.stride(), t.dtype) for t in matrix.tensors] != lie:
+            return f"it reads experts that lie apart by one set of strides and dtypes, and those of {name} differ"
+        if not torch.compiler.is_compiling() and any(t.data_ptr() % t.element_size() for t in matrix.tensors):
+            return f"it reads numbers at multiples of their size, and those of {name} lie elsewhere"
+    return None
+
+
+def _is_words(data: Tensor) -> bool:
+    if data.stride(-1) != 1 or any(stride % 2 for stride in data.stride()[:-1]):
+        return False
+    return torch.compiler.is_compiling() or data.data_ptr() % 2 == 0  # a tracer sees no addresses
 
 
 def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
@@ -65,13 +96,12 @@ def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
         for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
             if form.element != "int8":
                 return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
-    capability = gpu.device_of(x).capability
-    if weights.row_format == "fp8-e4m3" and capability < LEAST_FP8 and not gpu.interpreted():
-        return "the tensor cores of {}.{} do not multiply 8-bit floats, those of 8.9 and later do".format(*capability)
+    if weights.row_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
+        return f"the tensor cores of {x.device} do not multiply 8-bit floats, those of capability 8.9 and later do"
     return None
 
 
-def no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+def _no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """Why these kernels do not compute with tensors of such dtypes; None if they do."""
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     for t in (x, routing.routing_weights, *biases):
@@ -119,17 +149,41 @@ def _computed_in(x: Tensor, stored: WeightFormat) -> torch.dtype:
     return torch.promote_types(x.dtype, stored.storage) if stored.is_dense else x.dtype
 
 
-def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Tensor:
+def again(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor | None:
+    """`expert_mlp` for arguments like others that these kernels have computed; None for any that are not known."""
+    call = triton_known.find(x, routing, weights, strategy)
+    return None if call is None else call.compute(x, routing.expert_ids, routing.routing_weights)
+
+
+def run(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    strategy: tuple[str, int | None],
+    facts: Hashable = None,
+) -> Tensor:
     """`expert_mlp` for arguments that `supports` has passed.
+
+    Args:
+        x, routing, weights: as for `moestro.expert_mlp`.
+        strategy: name and block size.
+        facts: of this call; where given, `again` knows it from now on.
 
     Raises:
         UnsupportedError: "all_experts" with weights on the input.
     """
-    slots = routing.expert_ids
     if strategy[0] == "all_experts":
-        routing, slots = every_expert(routing, weights.num_experts)
+        every, slots = every_expert(routing, weights.num_experts)
+        with gpu.on(x):
+            return launch(x, every, weights, plan(x, every, weights, strategy), slots)
     with gpu.on(x):
-        return launch(x, routing, weights, plan(x, routing, weights, strategy), slots)
+        how = plan(x, routing, weights, strategy)
+        y = launch(x, routing, weights, how)
+    if facts is not None:
+        call = _launches().known(x, routing, weights, how, compute_dtype(x, weights))
+        if call is not None:
+            triton_known.layer_of(weights).keep(facts, call)
+    return y
 
 
 def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, slots: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from moestro.ops.expert_mlp.triton_weights import (
     add_product,
     add_rounded_product,
     as_stored,
+    begin,
     finish,
     round_to,
     step_meta,
@@ -35,9 +36,10 @@ class Rows(NamedTuple):
     """Which rows make up a block: those of `moestro.ops.grouping.triton.Rows`, or one pair each where `pairs` is None.
 
     Attributes:
-        ids: [T * K] expert of each pair.
+        ids: [T * K] expert of each pair; none where it lies outside 0..E-1.
         weights: float32 [T * K] weight of each pair.
         top_k: K.
+        num_experts: E.
         pairs: int32 [T * K], pair indices in the order of experts.
         offsets: int32 [E + 1], where each expert's rows begin among them.
         experts, starts: int32 [G], expert and first row of each block.
@@ -47,6 +49,7 @@ class Rows(NamedTuple):
     ids: Any
     weights: Any
     top_k: Any
+    num_experts: Any
     pairs: Any = None
     offsets: Any = None
     experts: Any = None
@@ -74,11 +77,18 @@ def tile_at(index, blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def is_expert(named, num_experts):
+    """Whether an id, as wide as it is stored, names one of the experts; else its slot is empty."""
+    return (named >= 0) & (named < num_experts)
+
+
+@triton.jit
 def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr):
     """A block's expert (-1: no rows), the first of its rows, and for each of BM rows its pair and whether it is one."""
     local = tl.arange(0, BM)
     if rows.pairs is None:
-        expert = tl.load(rows.ids + block).to(tl.int32)
+        named = tl.load(rows.ids + block)
+        expert = tl.where(is_expert(named, rows.num_experts), named, -1).to(tl.int32)
         start = block.to(tl.int64)
         live = (local < 1) & (expert >= 0)
         pairs = start + local * 0
@@ -147,11 +157,12 @@ def product(
     were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
     """
     acc = zeros(BM, BN, SWAP)
+    begins = begin(w, expert, columns)
     for k0 in tl.range(k_from, k_to, BK):
         x = load_rows(rows_at, live, k0, K, BK, DTYPE)
-        meta = step_meta(w, expert, columns, k0, K, BK)
+        meta = step_meta(w, begins, columns, k0, K, BK)
         if map is None:
-            tile = weight_tile(w, expert, columns, k0, K, BK, DTYPE, meta)
+            tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
         if scales is None:
@@ -370,15 +381,17 @@ def down_kernel(
             tl.store(at, round_to(acc, out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])
-def sum_slots_kernel(pieces, ids, out, T, H, parts, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "num_experts"])
+def sum_slots_kernel(
+    pieces, ids, out, T, H, parts, num_experts, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr
+):
     """out [T, H]: each token's pieces added up, slot after slot; those of an empty slot are not loaded."""
     token = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
     for slot in tl.range(0, TOP_K):
         pair = token * TOP_K + slot
-        mask = (columns < H) & (tl.load(ids + pair) >= 0)
+        mask = (columns < H) & is_expert(tl.load(ids + pair), num_experts)
         for piece in tl.static_range(SPLITS):
             at = pieces + (piece * T.to(tl.int64) * TOP_K + pair) * H + columns
             acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moestro.formats import PackedTensor
+from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops.expert_mlp import triton_rows
-from moestro.ops.expert_mlp.triton_kernels import DTYPES, Rows, down_kernel, gate_up_kernel, sum_slots_kernel
+from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
+from moestro.ops.expert_mlp.triton_known import ALIGNED, Call, layer_of
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_weights import describe
+from moestro.ops.expert_mlp.triton_work import Work
 from moestro.ops.gpu import Launch
-from moestro.ops.grouping.triton import group_rows
+from moestro.ops.grouping import triton as grouping
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
 _SUM_COLUMNS = 1024
-_ALIGNED = 16
 _MOST_KEPT, _MOST_COMPILED = 64, 1024
 
 _Launches = tuple[Launch, Launch, Launch]
@@ -39,21 +39,18 @@ class _Kept:
 
     Attributes:
         how: the plan.
-        lie: where the weights lay when they were described.
         gate_up, down: arguments of the two kernels that describe weights.
         launches: gate_up, down and the sum over slots, compiled.
-        roundings: of the rows that meet gate_up and down; None where rows are floats.
+        roundings: of the rows that meet gate_up and down; empty where rows are floats.
     """
 
     how: Plan
-    lie: tuple[Any, ...]
     gate_up: tuple[Any, ...]
     down: tuple[Any, ...]
     launches: _Launches
-    roundings: tuple[triton_rows.Rounding, triton_rows.Rounding] | None
+    roundings: tuple[triton_rows.Rounding, ...]
 
 
-_KEPT: WeakKeyDictionary[ExpertWeights, dict[Any, _Kept]] = WeakKeyDictionary()
 _COMPILED: dict[Any, _Launches] = {}
 
 
@@ -70,70 +67,94 @@ def launch(
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+    if _is_nothing(x, ids, weights):
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    work = _work((x, ids, routing_weights), routing.weight_on == "input", weights, how, dtype)
+    return work.compute(x, ids, routing_weights, ids if slots is None else slots.contiguous())
+
+
+def known(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype) -> Call | None:
+    """What `launch` has computed such arguments by, for others that lie alike; None where nothing can be kept of it."""
+    given = (x, routing.expert_ids, routing.routing_weights)
+    if x.stride(-1) != 1 or not all(t.is_contiguous() for t in given[1:]) or _is_nothing(x, given[1], weights):
+        return None
+    if any(t.device != x.device for t in (*given, *weights.tensors)) or not _is_described(weights):
+        return None
+    return _work(given, routing.weight_on == "input", weights, how, dtype).call(x)
+
+
+def _is_nothing(x: Tensor, ids: Tensor, weights: ExpertWeights) -> bool:
+    return ids.numel() == 0 or x.numel() == 0 or weights.num_experts == 0
+
+
+def _work(
+    given: tuple[Tensor, Tensor, Tensor], on_input: bool, weights: ExpertWeights, how: Plan, dtype: torch.dtype
+) -> Work:
+    (x, ids, _), kept = given, _kept(given, on_input, weights, how, dtype)
     (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
-    if num_pairs == 0 or out.numel() == 0 or weights.num_experts == 0:
-        return out.zero_()
-    kept = _kept((x, ids, routing_weights), routing.weight_on == "input", weights, how, dtype)
-    gate_up, down, add = kept.launches
-    if how.ordered:
-        order = group_rows(ids, weights.num_experts, how.block)
-        placed = (order.pairs, order.offsets, order.block_expert, order.block_start, order.num_blocks)
-        rows, blocks = Rows(ids, routing_weights, routing.top_k, *placed), order.block_start.shape[0]
-    else:
-        rows, blocks = Rows(ids, routing_weights, routing.top_k), num_pairs
-    rounded = kept.roundings
-    h = x.new_empty((num_pairs, inner), dtype=torch.float32 if rounded else dtype)
-    if inner:
-        tiles = -(-weights.gate_up.shape[1] // how.gate_up.columns)
-        left, scales = rounded[0](x) if rounded else (x, None)
-        sizes = (num_pairs, hidden, inner)
-        gate_up(how.programs or blocks * tiles, left, left.stride(0), rows, *kept.gate_up, h, *sizes, scales)
+    num_experts, blocks, spaces, sort = weights.num_experts, num_pairs, [], None
     wide = how.wide or how.splits > 1 or x.dtype != torch.bfloat16
-    pieces = x.new_empty((how.splits, num_pairs, hidden), dtype=torch.float32 if wide else x.dtype)
-    tiles = -(-hidden // how.down.columns) * how.splits
-    left, scales = rounded[1](h) if rounded and inner else (h, None)
-    down(how.programs or blocks * tiles, left, rows, *kept.down, pieces, num_pairs, hidden, inner, scales)
-    parts = -(-hidden // _SUM_COLUMNS)
-    add(num_tokens * parts, pieces, ids if slots is None else slots.contiguous(), out, num_tokens, hidden, parts)
-    return out
+    spaces.append((num_pairs * inner, torch.float32 if kept.roundings else dtype))
+    spaces.append((how.splits * num_pairs * hidden, torch.float32 if wide else x.dtype))
+    if how.ordered:
+        sizes = grouping.sizes(num_pairs, num_experts, how.block)
+        blocks, sort = sizes[2], grouping.rows_launch(ids, num_experts, how.block)
+        spaces += [(size, torch.int32) for size in sizes]
+    roundings = kept.roundings if inner else ()
+    for rounding, rows in zip(roundings, (num_tokens, num_pairs), strict=False):
+        spaces += rounding.sizes(rows)
+    outputs = -(-weights.gate_up.shape[1] // how.gate_up.columns), -(-hidden // how.down.columns) * how.splits
+    tiles = (how.programs or blocks * columns for columns in outputs)
+    return Work(
+        (num_tokens, ids.shape[1], num_experts),
+        (num_pairs, hidden, inner),
+        x.stride(0),
+        how.block if how.ordered else 0,
+        (*kept.launches, sort, *(rounding.launch for rounding in roundings)),
+        (*tiles, num_tokens * -(-hidden // _SUM_COLUMNS)),
+        kept.gate_up,
+        kept.down,
+        roundings,
+        tuple(spaces),
+    )
 
 
 def _kept(
     given: tuple[Tensor, Tensor, Tensor], on_input: bool, weights: ExpertWeights, how: Plan, dtype: torch.dtype
 ) -> _Kept:
     """What is kept for such arguments, made anew where the weights have moved since."""
-    of_layer = _KEPT.get(weights)
-    if of_layer is None:
-        of_layer = _KEPT[weights] = {}
-    aligned = tuple(t.data_ptr() % _ALIGNED == 0 for t in given)
+    of_layer = layer_of(weights).plans
+    aligned = tuple(t.data_ptr() % ALIGNED == 0 for t in given)
     key = (how, on_input, aligned, given[0].dtype, given[0].stride(0), given[1].dtype, given[1].shape[1])
-    lie = tuple((t.data_ptr(), t.stride()) for t in weights.tensors)
-    kept = of_layer.get(key)
-    if kept is None or kept.lie != lie:
+    kept: _Kept | None = of_layer.get(key)
+    if kept is None:
         if len(of_layer) >= _MOST_KEPT:
             of_layer.clear()
-        alike = (*key, _kind(weights), given[0].shape[1], given[0].device, dtype)
-        kept = _Kept(
-            how,
-            lie,
-            _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
-            _described(weights.down, weights.down_bias, how.down, (dtype, None)),
-            _launches(alike, weights, given),
-            _roundings(weights),
-        )
-        if all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias)):
-            of_layer[key] = kept  # of another bias it holds a copy, which does not see what is written later
+        gate_up = _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation))
+        down = _described(weights.down, weights.down_bias, how.down, (dtype, None))
+        kinds = (_kind(gate_up), _kind(down), weights.row_format, weights.activation.code)
+        alike = (*key, kinds, given[0].shape[1], given[0].device, dtype)
+        kept = _Kept(how, gate_up, down, _launches(alike, weights, given), _roundings(weights))
+        if _is_described(weights):
+            of_layer[key] = kept
     return kept
 
 
-def _kind(weights: ExpertWeights) -> tuple[Any, ...]:
-    """What Triton would look for in the weights' tensors, and what kernels are compiled for because of them."""
-    tensors = tuple((t.data_ptr() % _ALIGNED == 0, t.stride(), t.dtype, t.shape[1:]) for t in weights.tensors)
-    biases = (weights.gate_up_bias is None, weights.down_bias is None)
-    formats = (weights.gate_up.format.name, weights.down.format.name, weights.row_format)
-    return (*tensors, *biases, *formats, weights.activation.code)
+def _is_described(weights: ExpertWeights) -> bool:
+    """Whether kernels read the weights' own tensors: of a bias with other strides they are given a copy."""
+    return all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias))
+
+
+def _kind(argument: Any) -> Any:
+    """What Triton would look for in an argument, and what kernels are compiled for because of it."""
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNED == 0
+    if isinstance(argument, TensorDescriptor):
+        return _kind(argument.base), *argument.shape, *argument.strides, *argument.block_shape
+    return getattr(argument, "value", argument)  # of a constexpr
 
 
 def _launches(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
@@ -170,15 +191,14 @@ def _made(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, .
     )
 
 
-def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, triton_rows.Rounding] | None:
+def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, ...]:
     if weights.row_format == "float":
-        return None
-    of_gate_up, of_down = (
+        return ()
+    return tuple(
         triton_rows.Rounding(weights.row_format, stored.num_columns, stored.format.scaling.columns)
         for stored in (weights.gate_up, weights.down)
         if stored.format.scaling is not None
     )
-    return of_gate_up, of_down
 
 
 def _tile(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
@@ -191,12 +211,12 @@ def _resources(tile: Tile) -> dict[str, int]:
 
 
 def _described(
-    stored: Any, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
+    stored: StoredExperts, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
 ) -> tuple[Any, ...]:
-    assert isinstance(stored, PackedTensor)
     if bias is not None and bias.stride(-1) != 1:
         bias = bias.contiguous()
-    return describe(stored), tensor_map(stored, tile, *rest), bias, 0 if bias is None else bias.stride(0)
+    map = tensor_map(stored, tile, *rest) if isinstance(stored, PackedTensor) else None
+    return describe(stored), map, bias, 0 if bias is None else bias.stride(0)
 
 
 def tensor_map(
@@ -215,7 +235,7 @@ def tensor_map(
     data = stored.data
     halves = 2 if activation is not None and activation.gated else 1
     expert, row, column = data.stride()
-    aligned = data.data_ptr() % _ALIGNED == 0 and all(s * data.element_size() % _ALIGNED == 0 for s in (expert, row))
+    aligned = data.data_ptr() % ALIGNED == 0 and all(s * data.element_size() % ALIGNED == 0 for s in (expert, row))
     whole = data.shape[2] % tile.depth == 0 and data.numel() > 0  # a step past the last column is not to be copied
     if not (tile.tensor_map and data.dtype == dtype and column == 1 and row > 0 and expert > 0 and aligned and whole):
         return None

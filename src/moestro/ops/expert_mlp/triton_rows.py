@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moestro.ops.gpu import Launch
 from moestro.types import RowFormat
@@ -23,20 +22,22 @@ class Rounding:
         to: the row format.
         size: columns of a row.
         columns: those that share a scale; 0 for all.
+
+    Attributes:
+        size: columns of a row.
+        count: scales of a row.
+        launch: of a program for each row.
     """
 
     def __init__(self, to: RowFormat, size: int, columns: int) -> None:
-        self._dtype = _CODES[to]
-        self._count = -(-size // columns) if columns else 1
+        self._dtype, self.size = _CODES[to], size
+        self.count = -(-size // columns) if columns else 1
         values: dict[str, Any] = {"E4M3": to == "fp8-e4m3", "COLUMNS": columns, "BLOCK": columns or _BLOCK}
-        self._launch = Launch(round_rows_kernel, values, {"num_warps": 4})
+        self.launch = Launch(round_rows_kernel, values, {"num_warps": 4})
 
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Round rows [R, size] whose last dimension is contiguous."""
-        codes = torch.empty(rows.shape, dtype=self._dtype, device=rows.device)
-        scales = rows.new_empty((rows.shape[0], self._count), dtype=torch.float32)
-        self._launch(rows.shape[0], rows, rows.stride(0), codes, scales, rows.shape[1], self._count)
-        return codes, scales
+    def sizes(self, num_rows: int) -> tuple[tuple[int, torch.dtype], ...]:
+        """Numbers in codes and scales of so many rows, and their dtypes."""
+        return (num_rows * self.size, self._dtype), (num_rows * self.count, torch.float32)
 
 
 @triton.jit

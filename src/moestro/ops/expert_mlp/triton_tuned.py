@@ -25,6 +25,14 @@ REACH = 1.5
 """A plan serves numbers of tokens within this factor of the one that it was found for."""
 
 
+_stored = [0]
+
+
+def edition() -> int:
+    """How often this process has stored plans: `find` may answer otherwise where it is another number."""
+    return _stored[0]
+
+
 @functools.lru_cache(maxsize=1024)
 def find(problem: Problem, device: torch.device) -> Plan | None:
     """The plan found for this shape, these formats and about as many tokens on this kind of device, or None."""
@@ -56,6 +64,7 @@ def store(name: str, found: dict[Problem, Plan]) -> Path:
     fresh.write_text(json.dumps({"version": VERSION, "device": name, "plans": plans}, indent=1) + "\n")
     fresh.replace(path)
     find.cache_clear()
+    _stored[0] += 1
     return path
 
 

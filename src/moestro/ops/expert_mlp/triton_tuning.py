@@ -65,6 +65,11 @@ class Problem:
         return self.group >= 64
 
     @property
+    def has_small_groups(self) -> bool:
+        """Whether scales of fewer columns than a step has meet the decoded weights, a tile of them at a time."""
+        return 0 < self.group < 64
+
+    @property
     def rows_per_expert(self) -> float:
         """Rows of an expert that has any, in the mean and at most."""
         return self.num_pairs / max(min(self.num_experts, self.num_pairs), 1)
@@ -197,10 +202,11 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
     packed, hopper = min(problem.bits) < 16, device.capability[0] == 9
+    crowded = not hopper and (problem.is_stepped or problem.has_small_groups)
     if rows >= MOST_ROWS:
-        first = Tile(64 if problem.is_stepped else 256 if hopper and not packed else 128, 64, 8, 4)
+        first = Tile(64 if crowded or problem.is_stepped else 256 if hopper and not packed else 128, 64, 8, 4)
     elif rows >= 64:
-        first = Tile(128, 64, 8 if problem.is_stepped and not hopper else 4, 4)
+        first = Tile(128, 64, 8 if crowded else 4, 4)
     else:
         first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
     if hopper and (rows < 64 or packed):  # few rows, or weights that are decoded into the left operand's registers

@@ -14,6 +14,7 @@ row of up to 16 bytes; `add_product` brings those of x into the same.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,25 +22,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moestro import formats
-from moestro.formats import PackedTensor
+from moestro.formats import SplitTensor, StoredExperts
 from moestro.ops import gpu
 from moestro.ops.expert_mlp.triton_bytes import bytes_as
 from moestro.ops.expert_mlp.triton_nibbles import INTERPRETED, nibbles
 
 _SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
+_WIDEST = 16
+"""Items: no hint on addresses says more to the compiler."""
+
 # How far e2m1's tiles in bfloat16 fall short, so that their largest scale, a factor of 2 ** 126 included, is finite.
 _SHORT = tl.constexpr(2.0**-24)
 
 
 class Weights(NamedTuple):
-    """A stack of packed matrices as one argument of a kernel; what the format lacks is None.
+    """The experts of a projection as one argument of a kernel; what the format lacks is None.
 
     Attributes:
-        data, scales, zeros, factors: the tensors of `PackedTensor`; nibbles as int16, 8-bit floats as uint8.
+        data, scales, zeros, factors: the tensors of `PackedTensor`; nibbles as int16, 8-bit floats as uint8. Of experts
+            that lie apart, those of the first matrix.
         data_strides, scale_strides, zero_strides: of experts, rows and columns, in items.
         factor_stride: of experts.
+        table: int64 [4, E, parts], how far each matrix's data, scales, zeros and factors lie from the first one's, in
+            items; None for a stack.
+        num_experts: E.
+        height: rows of a matrix where an expert has two, one above the other.
+        parts: matrices of an expert.
+        data_unit, scale_unit: of what all entries for data are multiples, and all for scales and zero points.
         num_rows: N.
         by_rows: whether the items of a row follow one another in memory.
         element: "dense", or that of the format.
@@ -48,6 +58,8 @@ class Weights(NamedTuple):
         converts: whether the processor converts e4m3.
         warpgroups: whether its tensor cores are those of Hopper.
         pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
+        step: of what the row strides of scales and zero points are multiples. Triton asks for 16 only, and loads what a
+            thread holds of a row one by one where it knows of no other.
     """
 
     data: Any
@@ -58,6 +70,12 @@ class Weights(NamedTuple):
     scale_strides: Any
     zero_strides: Any
     factor_stride: Any
+    table: Any
+    num_experts: Any
+    height: Any
+    parts: Any
+    data_unit: Any
+    scale_unit: Any
     num_rows: Any
     by_rows: Any
     element: Any
@@ -67,51 +85,72 @@ class Weights(NamedTuple):
     converts: Any
     warpgroups: Any
     pairs: Any
+    step: Any
 
 
-def unreadable(stored: formats.StoredExperts) -> str | None:
-    """Why kernels cannot read these experts, with {name} for the projection's; None if they can."""
+def describe(stored: StoredExperts) -> Weights:
+    """What a kernel takes for experts [E, N, K] that the engine reads. Nothing is copied but addresses."""
     form = stored.format
-    if formats.FORMATS.get(form.name) != form or form.storage == torch.float64:
-        return f"it does not read {form.name}, in which {{name}} is stored"
-    if not isinstance(stored, PackedTensor):
-        return "it reads experts that are one stack, and the matrices of {name} lie apart"
-    if stored.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
-        return f"{{name}} is described as {form.name} and has come to hold numbers of another dtype"
-    if form.per_item == 2 and not _is_words(stored.data):
-        return "it reads two bytes at once, and those of {name} are not in rows at even addresses"
-    return None
-
-
-def _is_words(data: Tensor) -> bool:
-    strides = (*data.stride()[:-1], data.storage_offset(), data.data_ptr())
-    return data.stride(-1) == 1 and not any(stride % 2 for stride in strides)
-
-
-def describe(stored: PackedTensor) -> Weights:
-    """What a kernel takes for a stack [E, N, K] that is not `unreadable`. Nothing is copied."""
-    form, scales, factors = stored.format, stored.scales, stored.global_scales
-    scaling, capability = form.scaling, gpu.device_of(stored.data).capability
-    data = stored.data.view(torch.int16) if form.per_item == 2 else _bytes(stored.data)
+    first = stored.matrices[0][0] if isinstance(stored, SplitTensor) else stored
+    scales, factors = first.scales, first.global_scales
+    scaling, capability = form.scaling, gpu.device_of(first.data).capability
+    data = first.data.view(torch.int16) if form.per_item == 2 else _bytes(first.data)
+    table, parts = (_table(stored), len(stored.matrices[0])) if isinstance(stored, SplitTensor) else (None, 1)
     return Weights(
         data=data,
         scales=None if scales is None else _bytes(scales),
-        zeros=stored.zeros,
+        zeros=first.zeros,
         factors=factors,
-        data_strides=data.stride(),
-        scale_strides=None if scales is None else scales.stride(),
-        zero_strides=None if stored.zeros is None else stored.zeros.stride(),
-        factor_stride=None if factors is None else factors.stride(0),
+        data_strides=_strides(data),
+        scale_strides=None if scales is None else _strides(scales),
+        zero_strides=None if first.zeros is None else _strides(first.zeros),
+        factor_stride=None if factors is None or table is not None else factors.stride(0),
+        table=None if table is None else torch.tensor(table, device=data.device),
+        num_experts=stored.shape[0],
+        height=stored.shape[1] // parts,
+        parts=tl.constexpr(parts),
+        data_unit=tl.constexpr(_unit_of([] if table is None else table[:1])),
+        scale_unit=tl.constexpr(_unit_of([] if table is None else table[1:3])),
         num_rows=stored.shape[1],
-        by_rows=tl.constexpr(data.stride(2) == 1),
+        by_rows=tl.constexpr(data.stride(-1) == 1),
         element=tl.constexpr("dense" if form.is_dense else form.element),
         scale=tl.constexpr("none" if scales is None else _SCALES.get(scales.dtype, "float")),
         rows=tl.constexpr(0 if scaling is None else scaling.rows),
         columns=tl.constexpr(0 if scaling is None else scaling.columns),
         converts=tl.constexpr(capability >= (8, 9)),
         warpgroups=tl.constexpr(capability[0] == 9),
-        pairs=tl.constexpr(scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0),
+        step=tl.constexpr(_row_unit(scales, first.zeros)),
+        pairs=tl.constexpr(
+            parts == 1 and scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0
+        ),
     )
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """Of experts, rows and columns; 0 of experts where there is one matrix."""
+    return (0,) * (3 - t.dim()) + t.stride()
+
+
+def _row_unit(*tensors: Tensor | None) -> int:
+    return math.gcd(_WIDEST, *[t.stride(-2) for t in tensors if t is not None])
+
+
+def _unit_of(entries: list[list[list[int]]]) -> int:
+    return math.gcd(_WIDEST, *[n for kind in entries for of in kind for n in of])
+
+
+def _table(stored: SplitTensor) -> list[list[list[int]]]:
+    """`Weights.table` of experts apart; 0 for what the format lacks."""
+    first = stored.matrices[0][0]
+
+    def far(name: str) -> list[list[int]]:
+        base: Tensor | None = getattr(first, name)
+        if base is None:
+            return [[0] * len(parts) for parts in stored.matrices]
+        size = 2 if name == "data" and stored.format.per_item == 2 else base.element_size()
+        return [[(getattr(m, name).data_ptr() - base.data_ptr()) // size for m in parts] for parts in stored.matrices]
+
+    return [far(name) for name in ("data", "scales", "zeros", "global_scales")]
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -119,7 +158,36 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 @triton.jit
-def step_meta(w, expert, rows, k0, K, BK: tl.constexpr):
+def begin(w, expert, rows):
+    """Where data, scales and zero points of an expert begin, in items: a number each, or one for each of rows [BN]."""
+    return _begin(w, 0, expert, rows), _begin(w, 1, expert, rows), _begin(w, 2, expert, rows)
+
+
+@triton.jit
+def _begin(w, KIND: tl.constexpr, expert, rows):
+    """`begin` of data (0), scales (1), zero points (2) or factors (3)."""
+    expert = expert.to(tl.int64)
+    if w.table is not None:
+        at = w.table + (KIND * w.num_experts + expert) * w.parts
+        start = tl.load(at)
+        if w.parts == 2:
+            start = tl.where(_inside(w, rows) >= w.height, tl.load(at + 1), start)
+        if KIND == 0:
+            return tl.multiple_of(start, w.data_unit)
+        else:
+            return start if KIND == 3 else tl.multiple_of(start, w.scale_unit)
+    elif KIND == 0:
+        return expert * w.data_strides[0]
+    elif KIND == 1:
+        return expert if w.scales is None else expert * w.scale_strides[0]
+    elif KIND == 2:
+        return expert if w.zeros is None else expert * w.zero_strides[0]
+    else:
+        return expert * w.factor_stride
+
+
+@triton.jit
+def step_meta(w, begins, rows, k0, K, BK: tl.constexpr):
     """Scales and zero points, as stored, of the rows [BN] and the blocks of columns k0 to k0 + BK: [BN, blocks] each.
 
     Of blocks of rows that hold a tile, those of its first two rows stand for the even and the odd: [2, blocks].
@@ -131,31 +199,33 @@ def step_meta(w, expert, rows, k0, K, BK: tl.constexpr):
     else:
         COUNT: tl.constexpr = BK // w.columns if w.columns < BK else 1
         blocks = k0 // w.columns + tl.arange(0, COUNT)
-        down = _inside(w, rows) // w.rows
+        down = _own(w, rows) // w.rows
         if w.pairs and rows.shape[0] <= w.rows:
             down = tl.min(tl.reshape(down, (rows.shape[0] // 2, 2)), 0)
         mask = ((blocks * w.columns < K) & (k0 < K))[None, :]
-        scales = tl.load(_places(w.scales, w.scale_strides, expert, down, blocks), mask=mask, other=0)
+        scales = tl.load(_places(w, w.scales, w.scale_strides, begins[1], down, blocks, w.step), mask=mask, other=0)
         if w.zeros is None:
             return scales, tl.zeros((1, 1), tl.int32)
         else:
-            return scales, tl.load(_places(w.zeros, w.zero_strides, expert, down, blocks), mask=mask, other=0)
+            at = _places(w, w.zeros, w.zero_strides, begins[2], down, blocks, w.step)
+            return scales, tl.load(at, mask=mask, other=0)
 
 
 @triton.jit
-def weight_tile(w, expert, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
-    """Rows `rows` [BN] of the expert's matrix, columns k0 to k0 + BK -> [BN, BK] of DTYPE, for `add_product`.
+def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
+    """Rows `rows` [BN] of an expert's matrix, columns k0 to k0 + BK -> [BN, BK] of DTYPE, for `add_product`.
 
-    0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `meta` what `step_meta` gave for it.
+    0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `begins` and `meta` what `begin` and `step_meta`
+    gave for them.
     """
     if w.element == "dense":
-        return round_to(_codes(w, expert, rows, k0, K, BK), DTYPE)
+        return round_to(_codes(w, begins, rows, k0, K, BK), DTYPE)
     elif tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
-        return as_stored(_codes(w, expert, rows, k0, K, BK), DTYPE)
+        return as_stored(_codes(w, begins, rows, k0, K, BK), DTYPE)
     elif w.element == "e4m3" or w.element == "int8":
-        return _bytes_to(_codes(w, expert, rows, k0, K, BK), w.element, w.converts, DTYPE)
+        return _bytes_to(_codes(w, begins, rows, k0, K, BK), w.element, w.converts, DTYPE)
     else:
-        words = _codes(w, expert, rows, k0 // 4, K // 4, BK // 4)
+        words = _codes(w, begins, rows, k0 // 4, K // 4, BK // 4)
         return _nibble_tile(words, w, BK, DTYPE, meta)
 
 
@@ -226,10 +296,14 @@ def finish(acc, w, expert, rows, SWAP: tl.constexpr, DTYPE: tl.constexpr):
     if w.element == "e2m1" and tl.bfloat16 == DTYPE:
         acc = acc * (1.0 / _SHORT)
     if w.factors is not None:
-        acc = acc * tl.load(w.factors + expert.to(tl.int64) * w.factor_stride)
+        factor = tl.load(w.factors + _begin(w, 3, expert, rows))
+        if w.parts == 1:
+            acc = acc * factor
+        else:
+            acc = acc * (factor[:, None] if SWAP else factor[None, :])
     if w.scale != "none" and w.columns == 0:
-        row = _inside(w, rows) if w.rows == 1 else tl.zeros_like(rows)
-        at = w.scales + expert.to(tl.int64) * w.scale_strides[0] + row.to(tl.int64) * w.scale_strides[1]
+        row = _own(w, rows) if w.rows == 1 else tl.zeros_like(rows)
+        at = w.scales + _begin(w, 1, expert, rows) + row.to(tl.int64) * w.scale_strides[1]
         scale = _scale_value(tl.load(at), w.scale, w.converts)
         acc = acc * (scale[:, None] if SWAP else scale[None, :])
     return acc
@@ -254,20 +328,31 @@ def _inside(w, rows):
 
 
 @triton.jit
-def _places(base, strides, expert, down, across):
-    start = base + expert.to(tl.int64) * strides[0]
-    return start + down.to(tl.int64)[:, None] * strides[1] + across[None, :] * strides[2]
+def _own(w, rows):
+    """The row of its matrix that each of an expert's rows is; row 0 in place of those beyond."""
+    rows = _inside(w, rows)
+    return rows if w.parts == 1 else tl.where(rows >= w.height, rows - w.height, rows)
 
 
 @triton.jit
-def _codes(w, expert, rows, start, stop, COUNT: tl.constexpr):
+def _places(w, base, strides, start, down, across, STEP: tl.constexpr):
+    base = base + (start if w.parts == 1 else start[:, None])
+    row = down.to(tl.int64) * strides[1]
+    if STEP is not None:
+        row = tl.multiple_of(row, STEP)
+    return base + row[:, None] + across[None, :] * strides[2]
+
+
+@triton.jit
+def _codes(w, begins, rows, start, stop, COUNT: tl.constexpr):
     """Items start to start + COUNT of the rows, as stored; 0 beyond the matrix's columns."""
     items = start + tl.arange(0, COUNT)
     if w.by_rows:
-        at = _places(w.data, w.data_strides, expert, _inside(w, rows), items)
+        at = _places(w, w.data, w.data_strides, begins[0], _own(w, rows), items, None)
         return tl.load(at, mask=items[None, :] < stop, other=0)
     else:
-        at = _places(w.data, w.data_strides, expert, rows, items.to(tl.int64))
+        down = rows if w.parts == 1 else _own(w, rows)
+        at = _places(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64), None)
         mask = ((rows >= 0) & (rows < w.num_rows))[:, None] & (items[None, :] < stop)
         return tl.load(at, mask=mask, other=0)
 

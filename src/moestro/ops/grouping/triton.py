@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -67,20 +68,40 @@ def group_rows(expert_ids: Tensor, num_experts: int, block_size: int) -> Rows:
             needs=f"at most {_INT32_MAX - tuning.MOST_TILE}, which 32-bit kernels can count",
             fix="Run the tokens in chunks.",
         )
-    bound = most_blocks(num_pairs, num_experts, block_size)
-    rows = _allocate((num_pairs, num_experts + 1, bound, bound, 1), ids.device)
+    rows = _allocate(sizes(num_pairs, num_experts, block_size), ids.device)
     out = (rows.pairs, rows.offsets, rows.block_expert, rows.block_start, rows.num_blocks)
     with gpu.on(ids):
-        if num_pairs > tuning.MANY_PAIRS and num_experts < tuning.MANY_EXPERTS:
-            _in_chunks(ids, out, num_experts, (block_size, bound))
+        launch = rows_launch(ids, num_experts, block_size)
+        bound = rows.block_start.shape[0]
+        if launch is None:
+            in_chunks(ids, out, num_experts, (block_size, bound))
         else:
-            launch = _launch("rows_kernel", ids, num_experts, (("BLOCK", block_size),))
             launch(num_experts, ids, *out, num_pairs, num_experts, bound)
     return rows
 
 
-def _in_chunks(ids: Tensor, out: tuple[Tensor, ...], num_experts: int, blocks: tuple[int, int]) -> None:
-    """The same in two launches, for so many pairs that not every expert's program should look at all of them."""
+def sizes(num_pairs: int, num_experts: int, block_size: int) -> tuple[int, int, int, int, int]:
+    """Of the tensors of `Rows`, in their order."""
+    bound = most_blocks(num_pairs, num_experts, block_size)
+    return num_pairs, num_experts + 1, bound, bound, 1
+
+
+def rows_launch(ids: Tensor, num_experts: int, block_size: int) -> gpu.Launch | None:
+    """The launch that makes `Rows` of such contiguous ids, of a program for each expert; None where it takes two."""
+    if ids.numel() > tuning.MANY_PAIRS and num_experts < tuning.MANY_EXPERTS:
+        return None
+    return _launch("rows_kernel", ids, num_experts, (("BLOCK", block_size),))
+
+
+def in_chunks(ids: Tensor, out: Sequence[Tensor], num_experts: int, blocks: tuple[int, int]) -> None:
+    """`Rows` in two launches, for so many pairs that not every expert's program should look at all of them.
+
+    Args:
+        ids: [T, K], contiguous.
+        out: the fields of `Rows`, to write.
+        num_experts: E.
+        blocks: rows of a block, and blocks.
+    """
     block_size, bound = blocks
     num_pairs = ids.numel()
     chunk, chunks, bins, warps = tuning.chunks(num_pairs, num_experts)

@@ -8,8 +8,8 @@ import triton.language as tl
 def _slots(ids, start, num_pairs, num_experts, TILE: tl.constexpr):
     """Places of a tile of slots and the experts they name: num_experts for slots that name none."""
     place = start + tl.arange(0, TILE)
-    expert = tl.load(ids + place, mask=place < num_pairs, other=-1).to(tl.int32)
-    return place, tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    expert = tl.load(ids + place, mask=place < num_pairs, other=-1)
+    return place, tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
 
 
 @triton.jit

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Hashable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from moestro.ops import gpu
+from moestro.ops import gpu, native
 from moestro.ops.gpu_checks import ASSERTING
 from moestro.ops.topk import plain, tuning
 
@@ -49,23 +50,28 @@ def topk(scores: Tensor, k: int) -> Tensor:
         plain.refuse_nan(scores)
     scores = scores.detach() if scores.stride(1) == 1 else scores.detach().contiguous()
     num_tokens, num_experts = scores.shape
-    indices = torch.empty((num_tokens, k), dtype=torch.int64, device=scores.device)
+    indices = native.empty(num_tokens, k, torch.int64, scores.device)
     if num_tokens == 0:
         return indices
-    dtype, infinity = _BITS[scores.dtype]
+    stride = scores.stride(0)
+    launch, block_t = _launch(num_experts, k, scores.dtype, (*gpu.aligned(scores), stride == 1, stride % 16 == 0))
+    with gpu.on(scores):
+        launch(-(-num_tokens // block_t), scores.view(_BITS[scores.dtype][0]), indices, num_tokens, stride)
+    return indices
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(num_experts: int, k: int, dtype: torch.dtype, given: tuple[Hashable, ...]) -> tuple[gpu.Launch, int]:
+    """The launch for scores [T, E] of a dtype, and the tokens of a program; `given` is what Triton would look for."""
+    integers, infinity = _BITS[dtype]
     block_t, block_e, warps = tuning.tile(num_experts)
     values = (
         ("E", num_experts),
         ("TOP_K", k),
-        ("WIDE", dtype == torch.int32),
+        ("WIDE", integers == torch.int32),
         ("INFINITY", infinity),
         ("BLOCK_T", block_t),
         ("BLOCK_E", block_e),
         ("BLOCK_K", tuning.power_of_two(k)),
     )
-    stride = scores.stride(0)
-    given = (*gpu.aligned(scores), stride == 1, stride % 16 == 0)
-    launch = gpu.kept(_kernels().topk_kernel, values, (("num_warps", warps), *ASSERTING), given)
-    with gpu.on(scores):
-        launch(-(-num_tokens // block_t), scores.view(dtype), indices, num_tokens, stride)
-    return indices
+    return gpu.kept(_kernels().topk_kernel, values, (("num_warps", warps), *ASSERTING), given), block_t

@@ -1,0 +1,139 @@
+"""The launches of one call: on tensors, or on addresses where all of it has been compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moestro.ops import gpu
+from moestro.ops.expert_mlp.triton_kernels import Rows
+from moestro.ops.expert_mlp.triton_known import Call
+from moestro.ops.expert_mlp.triton_rows import Rounding
+from moestro.ops.gpu import Launch
+from moestro.ops.grouping import triton as grouping
+
+_APART = 256
+"""Bytes of which the places of workspaces in one allocation are multiples."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What a call's launches are given beside its tensors and its workspaces.
+
+    Attributes:
+        tokens: T, K, E.
+        sizes: T * K, H, I.
+        x_stride: from row to row of x.
+        block: rows of a block; 0 where pairs are not ordered.
+        launches: gate_up, down and the sum over slots, then those that order rows and round them before each product;
+            None for the one that orders them where it takes two, and for what is not done.
+        programs: of the first three.
+        gate_up, down: the arguments of these two that describe weights.
+        roundings: how the rows that meet gate_up and down are rounded; empty where they are floats.
+        spaces: numbers and dtype of each workspace: what stands between the products, the pieces of the sums, the
+            fields of `grouping.triton.Rows` where rows are ordered, codes and scales where they are rounded.
+    """
+
+    tokens: tuple[int, int, int]
+    sizes: tuple[int, int, int]
+    x_stride: int
+    block: int
+    launches: tuple[Any, ...]
+    programs: tuple[int, ...]
+    gate_up: tuple[Any, ...]
+    down: tuple[Any, ...]
+    roundings: tuple[Rounding, ...]
+    spaces: tuple[tuple[int, torch.dtype], ...]
+
+    def __call__(self, given: tuple[Any, Any, Any], slots: Any, out: Any, spaces: Sequence[Any]) -> None:
+        """Launch everything.
+
+        Args:
+            given: x, expert ids and routing weights.
+            slots: ids [T, K]; those that name no expert are left out of the sums.
+            out: [T, H].
+            spaces: memory for `spaces`.
+        """
+        x, ids, weights = given
+        (num_tokens, top_k, num_experts), (_, hidden, inner) = self.tokens, self.sizes
+        gate_up, down, add, *_ = self.launches
+        h, pieces, *more = spaces
+        rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
+        left, stride, scales = x, self.x_stride, None
+        if self.roundings:
+            left, stride, scales = self._rounded(0, x, stride, more[-4:-2])
+        if inner:
+            gate_up(self.programs[0], left, stride, rows, *self.gate_up, h, *self.sizes, scales)
+        left, scales = h, None
+        if self.roundings:
+            left, _, scales = self._rounded(1, h, inner, more[-2:])
+        down(self.programs[1], left, rows, *self.down, pieces, *self.sizes, scales)
+        parts = self.programs[2] // num_tokens
+        add(self.programs[2], pieces, slots, out, num_tokens, hidden, parts, num_experts)
+
+    def _ordered(self, ids: Any, weights: Any, more: Sequence[Any]) -> Rows:
+        (_, top_k, num_experts), sort = self.tokens, self.launches[3]
+        placed, bound = more[:5], self.spaces[4][0]
+        if sort is None:
+            grouping.in_chunks(ids, placed, num_experts, (self.block, bound))
+        else:
+            sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
+        return Rows(ids, weights, top_k, num_experts, *placed)
+
+    def _rounded(self, which: int, rows: Any, stride: int, spaces: Sequence[Any]) -> tuple[Any, int, Any]:
+        """Of the rows that meet a product: their codes, how far these are apart, and their scales."""
+        codes, scales = spaces
+        rounding, launch = self.roundings[which], self.launches[4 + which]
+        launch((self.tokens[0], self.sizes[0])[which], rows, stride, codes, scales, rounding.size, rounding.count)
+        return codes, rounding.size, scales
+
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+        """The result [T, H] for tensors that lie as those that this was made for."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        spaces = [torch.empty(size, dtype=dtype, device=x.device) for size, dtype in self.spaces]
+        self((x, ids, weights), slots, out, spaces)
+        return out
+
+    def call(self, x: Tensor) -> Call | None:
+        """`compute` without slots of its own, at once; None unless all has been compiled for the device of x.
+
+        One allocation holds the workspaces, and kernels are given addresses. Who calls owns what is computed on.
+        """
+        if gpu.interpreted():
+            return Call(lambda x, ids, weights: self.compute(x, ids, weights, ids), holds_weights=True)
+        compiled = [launch.on(x.device) if isinstance(launch, Launch) else None for launch in self.launches]
+        if any(launch is not None and done is None for launch, done in zip(self.launches, compiled, strict=True)):
+            return None
+        if self.block and self.launches[3] is None:
+            return None
+        work = replace(self, launches=tuple(compiled), gate_up=_places(self.gate_up), down=_places(self.down))
+        ends = list(accumulate(-(-size * dtype.itemsize // _APART) * _APART for size, dtype in self.spaces))
+        starts, memory = [0, *ends[:-1]], (ends[-1],)
+        shape, strides, dtype, device = x.shape, (x.shape[1], 1), x.dtype, x.device
+
+        def at_once(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            held = torch.empty_strided(memory, (1,), dtype=torch.uint8, device=device)
+            first, slots = held.data_ptr(), ids.data_ptr()
+            given = x.data_ptr(), slots, weights.data_ptr()
+            work(given, slots, out.data_ptr(), [first + start for start in starts])
+            return out
+
+        maps = any(isinstance(argument, TensorDescriptor) for argument in (*self.gate_up, *self.down))
+        return Call(at_once, maps, (self.gate_up[0].table, self.down[0].table))
+
+
+def _places(arguments: Any) -> Any:
+    """The same with the address of each tensor in its place; those of tensor maps stay."""
+    if isinstance(arguments, Tensor):
+        return arguments.data_ptr()
+    if isinstance(arguments, tuple):
+        made = map(_places, arguments)
+        return type(arguments)(*made) if hasattr(arguments, "_fields") else tuple(made)
+    return arguments

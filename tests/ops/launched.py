@@ -1,0 +1,110 @@
+"""Triton's own launcher over a driver that writes down what it is handed: what later launches of a call give a GPU.
+
+    TRITON_INTERPRET=0 python -m ops.launched FOLDER    (it holds libcuda.so.1, made of cuda_stub.c, and is written to)
+
+Elsewhere a recorder stands where the launcher does; here its C code reads tensors at first, and then addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moestro import ExpertWeights, Routing
+from moestro.ops import expert_mlp, gpu
+from moestro.ops.expert_mlp import triton_known
+
+from .compiled import device, taken_for_a_gpu
+from .stored import apart
+
+FORMS = ("bfloat16", "mxfp4", "int8/int8", "mxfp4+apart")
+
+
+class Driver:
+    """Triton's for CUDA, as far as a launch goes, on an H200."""
+
+    get_current_stream = int
+
+    def start(self) -> Any:
+        """What it loads asks for the active driver, so that it must be that before."""
+        from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+        self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+        return self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def case(form: str, num_tokens: int) -> tuple[torch.Tensor, Routing, ExpertWeights]:
+    stored, _, rows = form.removesuffix("+apart").partition("/")
+    weights = ExpertWeights.from_dense(torch.zeros(8, 256, 256), torch.zeros(8, 256, 128)).quantize(
+        stored, row_format=rows or "float"
+    )
+    routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
+    x = torch.zeros(num_tokens, 256).bfloat16()
+    return x, routing, apart(weights) if form.endswith("+apart") else weights
+
+
+def compared(first: list[Any], later: list[Any], own: set[int]) -> int:
+    """Fail unless a call handed over what the first did, its own workspaces apart; returns how many values it did."""
+    assert len(first) == len(later) > 0
+    for (grid, before), (same_grid, after) in zip(first, later, strict=True):
+        assert grid == same_grid
+        for (u, is_pointer), (v, _) in zip(before, after, strict=True):
+            is_workspace = is_pointer and u not in own
+            assert v % 16 == 0 if is_workspace else u == v, (u, v)
+    return sum(len(values) for _, values in later)
+
+
+def main(folder: Path) -> None:
+    """Print a line for each call that was compared."""
+    library = ctypes.CDLL(str(folder / "libcuda.so.1"), ctypes.RTLD_GLOBAL)
+    count = ctypes.c_int.in_dll(library, "num_values")
+    values, grid = (ctypes.c_uint64 * 256).in_dll(library, "values"), (ctypes.c_uint * 3).in_dll(library, "grid")
+    import triton
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    triton.knobs.nvidia.libcuda_path, triton.knobs.cache.dir = str(folder), str(folder / "cache")
+    handed: list[Any] = []
+    call = CudaLauncher.__call__
+
+    def told(self: Any, *arguments: Any) -> None:
+        kinds = getattr(self, "kernel_signature", b"")  # Triton 3.6 compiles a launcher for each kernel
+        count.value = len(kinds)
+        call(self, *arguments)
+        pointers = [kind == kinds[0] for kind in kinds]  # the first argument of each of these kernels is one
+        found = [values[i] if is_pointer else values[i] & 0xFFFFFFFF for i, is_pointer in enumerate(pointers)]
+        handed.append((tuple(grid), list(zip(found, pointers, strict=True))))
+
+    driver = Driver()
+    with pytest.MonkeyPatch.context() as patch, taken_for_a_gpu(), torch.no_grad():
+        patch.setattr(triton.runtime.driver, "_active", driver)
+        patch.setattr(gpu, "device_of", lambda tensor: device("sm_90"))
+        patch.setattr(CudaLauncher, "__call__", told)
+        driver.start()
+        for form in FORMS:
+            for num_tokens in (1, 70):
+                x, routing, weights = case(form, num_tokens)
+                rounds = []
+                for _ in range(2):
+                    expert_mlp.run(x, routing, weights)
+                    rounds.append(list(handed))
+                    handed.clear()
+                assert triton_known.find(x, routing, weights, "auto") is not None
+                own = {t.data_ptr() for t in (x, routing.expert_ids, routing.routing_weights, *weights.tensors)}
+                print("launched", form, num_tokens, len(rounds[0]), compared(*rounds, own), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
