@@ -1,6 +1,6 @@
 // Rows of 16 bits as pairs of rows of 8: a row rounded to 8-bit integers, and what that leaves of it, rounded again with a
 // scale of its own. The products of both with integer weights add up to those of a row of 16-bit integers: off by at most
-// 2^-16 of the row's largest value, where rounding to bfloat16 is off by 2^-9 of each.
+// 1/64,500 of the row's largest value, where rounding to bfloat16 is off by 2^-9 of each.
 #pragma once
 
 #include "int8.h"
