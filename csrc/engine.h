@@ -176,8 +176,8 @@ constexpr int64_t kFewTokens = 4;
 // integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the weights.
 struct RoundedOps {
     int64_t (*row_floats)(Element weights, int64_t columns);
-    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN.
-    void (*round_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
+    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay floats.
+    bool (*round_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
     // As Isa::four_rows; `scratch` has `scratch_floats(columns)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
     int64_t (*scratch_floats)(int64_t columns);
@@ -209,6 +209,7 @@ struct Isa {
 };
 
 constexpr int64_t kManyTokens = 7;
+constexpr int64_t kTokenBlock = 96;  // the most at once: so many rows of 2048 floats fill half of an L2 cache
 
 // `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.
 constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) { return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m); }

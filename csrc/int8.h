@@ -77,7 +77,7 @@ static float scale_of(const float* from, int64_t n) {
 }
 
 // `from` has `columns` floats, `to` room for rounded_floats; weights that share a scale have `group_columns`.
-static void round_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
+static bool round_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
     const int64_t padded = padded_columns(weights, columns), block = moestro::is_nibble(weights) ? kUnits : kVectorBytes;
     auto* bytes = reinterpret_cast<int8_t*>(to) + kHeadBytes;
     auto* sums = reinterpret_cast<int32_t*>(bytes + padded);
@@ -108,6 +108,7 @@ static void round_row(Element weights, int64_t columns, int64_t group_columns, c
     int32_t lanes[W] = {start};
     std::memcpy(to, &s, sizeof s);
     std::memcpy(to + kStartBytes / 4, lanes, sizeof lanes);
+    return true;
 }
 
 // Scales and zero points of four rows in the order in which they are stored, for `of_units` to read.

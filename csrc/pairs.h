@@ -7,17 +7,31 @@
 
 namespace MOESTRO_ISA {
 
-constexpr int64_t kPairsAtOnce = 96;
+constexpr float kSmallestScale = 1.17549435e-38f;  // a normal number
 
 // One of the two; behind both stands what is left of the row meanwhile.
 static int64_t pair_step(Element e, int64_t columns) { return round_up(rounded_floats(e, columns), 16); }
 static int64_t pair_floats(Element e, int64_t columns) { return 2 * pair_step(e, columns) + round_up(columns, W); }
 
-static void round_pair(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
+// Whether a row is all but its largest values to 8 bits, or none: more than half of what is not zero is zero to the first.
+static bool is_uneven(const float* from, int64_t n, float scale) {
+    const float half = 0.5f * scale;
+    int64_t small = 0, all = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const float size = from[i] < 0.0f ? -from[i] : from[i];
+        all += size > 0.0f;
+        small += size > 0.0f && size < half;
+    }
+    return 2 * small > all || (scale == 0.0f && all);
+}
+
+// False, and nothing is written, for a row that is uneven, subnormal or not finite.
+static bool round_pair(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
     const int64_t step = pair_step(weights, columns);
+    const float s = scale_of(from, columns);
+    if ((s != 0.0f && !(s >= kSmallestScale)) || is_uneven(from, columns, s)) return false;
     round_row(weights, columns, group_columns, from, to);
     float* left = to + 2 * step;
-    const float s = scale_of_row(to);
     const F scale = set1(s), minus = set1(-s);
     for (int64_t i = 0; i < columns; i += W) {
         F v = zero();
@@ -28,20 +42,17 @@ static void round_pair(Element weights, int64_t columns, int64_t group_columns, 
         }
         store(left + i, v);
     }
-    round_row(weights, columns, group_columns, left, to + step);
+    return round_row(weights, columns, group_columns, left, to + step);
 }
 
 static void pair_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t step = pair_step(rows.element, rows.columns);
-    const float* both[2 * kPairsAtOnce];
-    float sums[2 * kPairsAtOnce * kRows];
-    for (int64_t first = 0; first < m; first += kPairsAtOnce) {
-        const int64_t n = m - first < kPairsAtOnce ? m - first : kPairsAtOnce;
-        for (int64_t t = 0; t < n; ++t) both[2 * t] = x[first + t], both[2 * t + 1] = x[first + t] + step;
-        rounded_rows(rows, both, 2 * n, sums, scratch);
-        for (int64_t t = 0; t < n; ++t)
-            for (int r = 0; r < kRows; ++r) out[kRows * (first + t) + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
-    }
+    const float* both[2 * moestro::kTokenBlock];
+    float sums[2 * moestro::kTokenBlock * kRows];
+    for (int64_t t = 0; t < m; ++t) both[2 * t] = x[t], both[2 * t + 1] = x[t] + step;
+    rounded_rows(rows, both, 2 * m, sums, scratch);
+    for (int64_t t = 0; t < m; ++t)
+        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
 }
 
 static constexpr moestro::RoundedOps kPairs = {pair_floats, round_pair, pair_rows, rounded_scratch};

@@ -13,6 +13,7 @@
 
 #include "engine.h"
 #include "layout.h"
+#include "pieces.h"
 #include "places.h"
 #include "ranges.h"
 #include "rows.h"
@@ -26,10 +27,7 @@
 namespace moestro {
 namespace {
 
-constexpr int64_t kTokenBlock = 96;        // the most: so many rows of 2048 floats fill half of an L2 cache
 constexpr int64_t kRoundedAtOnce = 8;      // rows of h
-constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; longer inputs go in pieces
-constexpr float kSmallestScale = 1.17549435e-38f;  // of a row that may become a pair: a normal number
 constexpr int64_t kAheadBytes = 8 << 10;       // of weights are fetched before they are read
 
 class Walk : public Workspace<Walk> {
@@ -44,31 +42,25 @@ public:
         lay_out();
     }
 
-    // False, and nothing is computed, where rows that were to be pairs are not finite, or subnormal.
-    bool run() {
+    void run() {
         const bool small = num_tokens_ * call_.hidden_size <= 1 << 15;
         const int64_t prepared = rows_.num_tiles + num_x_rows();
         if (small) {
             for (int64_t i = 0; i < prepared; ++i) prepare(i);
-            if (must_stay_floats()) return false;
             run_team(call_.num_threads, [&](int, int) { take_ranges(); });
             for (int64_t t = 0; t < num_tokens_; ++t) combine(t);
-            return true;
+            return;
         }
         run_team(call_.num_threads, [&](int thread, int threads) {
             share(thread, threads, prepared, [&](int64_t i) { prepare(i); });
         });
-        if (must_stay_floats()) return false;
         run_team(call_.num_threads, [&](int, int) { take_ranges(); });
         run_team(call_.num_threads, [&](int thread, int threads) {
             share(thread, threads, num_tokens_, [&](int64_t t) { combine(t); });
         });
-        return true;
     }
 
 private:
-    bool must_stay_floats() const { return !call_.rounded && has_no_scale_.load(std::memory_order_relaxed); }
-
     template <class Body> static void share(int thread, int threads, int64_t n, Body body) {
         for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) body(i);
     }
@@ -95,7 +87,7 @@ private:
         const int64_t x_floats = num_x_rows() * x_stride_, h_floats = num_plain_rows() * h_stride_;
         y_stride_ = round_up(call_.hidden_size, 16) + 16;
         wide_stride_ = round_up(call_.intermediate_size, 16);
-        x_tiles_ = arena().reserve(x_words + h_words + x_floats + h_floats + rows_.num_rows * (y_stride_ + (rounded_ ? wide_stride_ : 0)));
+        x_tiles_ = arena().reserve(x_words + h_words + x_floats + h_floats + rows_.num_rows * y_stride_ + (rounded_ ? num_plain_rows() * wide_stride_ : 0));
         h_tiles_ = x_tiles_ + x_words;
         x_ = h_tiles_ + h_words;
         h_ = x_ + x_floats;
@@ -109,15 +101,17 @@ private:
         if (!rounded_ && h_layout_.padded != h_layout_.columns)
             for (int64_t r = rows_.first_plain; r < rows_.num_rows; ++r) h_layout_.clear_padding(h_row(r));
         tokens_.resize(static_cast<size_t>(num_plain_rows()));
-        if (isa_.tiles) wanted_.assign(static_cast<size_t>(num_x_rows()), call_.weight_on_input);
+        if (isa_.tiles || rounded_) wanted_.assign(static_cast<size_t>(num_x_rows()), call_.weight_on_input);
+        if (rounded_) x_is_float_.assign(static_cast<size_t>(num_x_rows()), 0), h_is_float_.assign(tokens_.size(), 0);
         for (int64_t r = rows_.first_plain; r < rows_.num_rows; ++r) {
             const int64_t token = rows_.token[r];
-            if (isa_.tiles && !call_.weight_on_input) wanted_[token] = true;
+            if (!wanted_.empty() && !call_.weight_on_input) wanted_[token] = true;
             tokens_[r - rows_.first_plain] = call_.weight_on_input ? x_ + (r - rows_.first_plain) * x_stride_
                                              : x_is_ready()        ? static_cast<const float*>(call_.x.data) + (first_token_ + token) * call_.x.stride
                                                                    : x_ + token * x_stride_;
         }
     }
+    float* wide_h(int64_t row) const { return wide_h_ + (row - rows_.first_plain) * wide_stride_; }
     float* h_row(int64_t row) const { return h_ + (row - rows_.first_plain) * h_stride_; }
 
     // Tiles of bfloat16 take the places of rows of floats: a word is a pair.
@@ -149,26 +143,19 @@ private:
     void prepare(int64_t i) {
         if (i < rows_.num_tiles) return prepare_tile(i);
         i -= rows_.num_tiles;
-        if (isa_.tiles && !wanted_[i]) return;
+        if (!wanted_.empty() && !wanted_[i]) return;
         const int64_t row = rows_.first_plain + i, token = first_token_ + (call_.weight_on_input ? rows_.token[row] : i);
         const float factor = call_.weight_on_input ? rows_.factor[row] : 1.0f;
         const int64_t size = call_.x.dtype == Element::f32 ? 4 : 2;
         const auto* from = static_cast<const uint8_t*>(call_.x.data) + token * call_.x.stride * size;
         float* to = x_ + i * x_stride_;
+        float* wide = rounded_ || x_layout_.nibbles ? scratch().reserve(call_.hidden_size) : to;
+        isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, wide);
         if (rounded_) {
-            float* row = scratch().reserve(call_.hidden_size);
-            isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, row);
-            rounded_->round_row(call_.gate_up.element, call_.hidden_size, call_.gate_up.group_columns, row, to);
-            if (*to != 0.0f && !(*to >= kSmallestScale)) has_no_scale_.store(true, std::memory_order_relaxed);
-            return;
+            if (rounded_->round_row(call_.gate_up.element, call_.hidden_size, call_.gate_up.group_columns, wide, to)) return;
+            x_is_float_[i] = true;
         }
-        if (!x_layout_.nibbles) {
-            isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, to);
-        } else {
-            float* row = scratch().reserve(call_.hidden_size);
-            isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, row);
-            x_layout_.place(row, 0, call_.hidden_size, to);
-        }
+        if (wide != to) x_layout_.place(wide, 0, call_.hidden_size, to);
         x_layout_.clear_padding(to);
     }
 
@@ -261,8 +248,12 @@ private:
             const int64_t first = progress.taken.fetch_add(kRoundedAtOnce, std::memory_order_relaxed);
             const int64_t last = std::min(first + kRoundedAtOnce, active.num_rows);
             if (first >= last) break;
-            for (int64_t r = active.first_row + first; r < active.first_row + last; ++r)
-                rounded_->round_row(call_.down.element, call_.intermediate_size, call_.down.group_columns, wide_h_ + r * wide_stride_, h_row(r));
+            for (int64_t r = active.first_row + first; r < active.first_row + last; ++r) {
+                if (rounded_->round_row(call_.down.element, call_.intermediate_size, call_.down.group_columns, wide_h(r), h_row(r))) continue;
+                h_is_float_[r - rows_.first_plain] = true;
+                h_layout_.place(wide_h(r), 0, call_.intermediate_size, h_row(r));
+                h_layout_.clear_padding(h_row(r));
+            }
             progress.rounded.fetch_add(last - first, std::memory_order_release);
         }
         wait_for(progress.rounded, active.num_rows);
@@ -289,20 +280,42 @@ private:
         const Projection& projection;
         int64_t expert, rows;
         const float* const* x;
+        int64_t integers;  // so many of x are; the others are floats
         bool few;       // the expert has so few rows that scales multiply sums
         int64_t ahead;  // from columns of h, or rows of down, to those that are fetched meanwhile
         const uint8_t* packed;
     };
-    Products products(const Projection& p, const Active& active, const float* const* x, int64_t m, float* sums) const {
+    // Rows first to first + m of an expert, those that were rounded before those that stay floats.
+    struct Block {
+        int64_t row[kTokenBlock];
+        const float* x[kTokenBlock];
+        int64_t integers = 0;
+    };
+    Block block_of(const Active& active, int64_t first, int64_t m, bool down) const {
+        Block block;
+        int64_t n = 0;
+        for (int is_float = rounded_ ? 0 : 1; is_float < 2; ++is_float) {
+            for (int64_t r = active.first_row + first; r < active.first_row + first + m; ++r) {
+                const int64_t plain = r - rows_.first_plain, of_x = call_.weight_on_input ? plain : rows_.token[r];
+                if (rounded_ && (down ? h_is_float_[plain] : x_is_float_[of_x]) != is_float) continue;
+                block.row[n] = r;
+                block.x[n++] = down ? h_row(r) : tokens_[plain];
+            }
+            if (!is_float) block.integers = n;
+        }
+        return block;
+    }
+    Products products(const Projection& p, const Active& active, const Block& block, int64_t m, float* sums) const {
+        const float* const* x = block.x;
         const int64_t expert = active.expert;
         const bool few = !call_.same_bits && active.num_rows <= isa_.few;
         const bool gated = &p == &call_.gate_up && call_.activation.gated;
         const auto ahead = [&](int64_t rows) { return (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows); };
-        if (!rounded_ && isa_.eight_rows && m >= kManyTokens && p.columns > 0) return {p, expert, 8, x, few, ahead(8), nullptr};
-        if (!many() || m <= kFewTokens) return {p, expert, 4, x, few, ahead(4), nullptr};
+        if (!rounded_ && isa_.eight_rows && m >= kManyTokens && p.columns > 0) return {p, expert, 8, x, 0, few, ahead(8), nullptr};
+        if (!many() || m <= kFewTokens) return {p, expert, 4, x, block.integers, few, ahead(4), nullptr};
         auto* packed = reinterpret_cast<uint8_t*>(sums + kManyRows * kTokenBlock + 2 * kTokenBlock * kChunk);
         many()->pack(p.element, p.columns, p.group_columns, x, m, packed);
-        return {p, expert, kManyRows, x, false, ahead(kManyRows), packed};
+        return {p, expert, kManyRows, x, m, false, ahead(kManyRows), packed};
     }
     // sums[t][i] of the rows of the step that begins at a column, and m tokens; says which rows these are.
     void multiply(const Products& products, Reader& reader, int64_t column, const FloatArray& bias, int64_t m, float* sums, float* panel, Place* at) const {
@@ -313,7 +326,9 @@ private:
         } else if (!products.packed) {
             FourRows rows;
             describe<4>(products, reader, column, at, &rows);
-            (rounded_ ? rounded_->four_rows : isa_.four_rows)(rows, products.x, m, sums, panel);
+            const int64_t n = products.integers;
+            if (n > 0) rounded_->four_rows(rows, products.x, n, sums, panel);
+            if (n < m) isa_.four_rows(rows, products.x + n, m - n, sums + 4 * n, panel);
         } else {
             FourRows rows[kManyRows / 4];
             describe<kManyRows>(products, reader, column, at, rows);
@@ -350,7 +365,8 @@ private:
         const Activation& act = call_.activation;
         const Range& range = *reader.range;
         float *gate = sums + kManyRows * kTokenBlock, *up = gate + kTokenBlock * kChunk;
-        const Products all = products(call_.gate_up, active, tokens_.data() + active.first_row - rows_.first_plain + first, m, sums);
+        const Block block = block_of(active, first, m, false);
+        const Products all = products(call_.gate_up, active, block, m, sums);
         const int64_t step = act.gated ? all.rows / 2 : all.rows;
         for (int64_t c = range.first; c < range.last; c += kChunk) {
             const int64_t stop = std::min(c + kChunk, range.last);
@@ -362,23 +378,22 @@ private:
             }
             for (int64_t t = 0; t < m; ++t) {
                 isa_.activate(act, stop - c, gate + t * kChunk, up + t * kChunk);
-                const int64_t row = active.first_row + first + t;
-                if (rounded_) std::memcpy(wide_h_ + row * wide_stride_ + c, gate + t * kChunk, static_cast<size_t>(stop - c) * sizeof(float));
+                const int64_t row = block.row[t];
+                if (rounded_) std::memcpy(wide_h(row) + c, gate + t * kChunk, static_cast<size_t>(stop - c) * sizeof(float));
                 else h_layout_.place(gate + t * kChunk, c, stop - c, h_row(row));
             }
         }
     }
 
     void down(const Active& active, Reader& reader, int64_t first, int64_t m, float* panel, float* sums) {
-        const float* h[kTokenBlock];
         const Range& range = *reader.range;
-        for (int64_t t = 0; t < m; ++t) h[t] = h_row(active.first_row + first + t);
-        const Products all = products(call_.down, active, h, m, sums);
+        const Block block = block_of(active, first, m, true);
+        const Products all = products(call_.down, active, block, m, sums);
         for (int64_t i = range.first; i < range.last; i += all.rows) {
             Place at[kManyRows];
             multiply(all, reader, i, call_.down_bias, m, sums, panel, at);
             for (int64_t j = 0; j < all.rows; ++j)
-                for (int64_t t = 0; t < m && at[j].counts; ++t) y_[(active.first_row + first + t) * y_stride_ + at[j].row] = sums[all.rows * t + j];
+                for (int64_t t = 0; t < m && at[j].counts; ++t) y_[block.row[t] * y_stride_ + at[j].row] = sums[all.rows * t + j];
         }
     }
 
@@ -464,34 +479,20 @@ private:
     float *x_tiles_ = nullptr, *h_tiles_ = nullptr;  // words
     std::vector<bool> wanted_;  // of x's rows where some experts take tiles
     float* wide_h_ = nullptr;  // of rows that are to be rounded
-    std::atomic<bool> has_no_scale_{false};  // one of those
+    std::vector<uint8_t> x_is_float_, h_is_float_;  // of those, which stayed what they were
 };
-
-bool takes_integers(const Projection& p) {
-    return (is_nibble(p.element) || (p.element == Element::i8 && p.group_columns == 0)) && p.columns <= kMostRoundedColumns;
-}
-// What the rows of a call are rounded by, as asked or, where they have 16 bits, because it is faster; null: by nothing.
-const RoundedOps* rounding(const Isa& isa, const Call& call) {
-    if (call.rounded) return isa.rounded;
-    const bool can = call.x.dtype != Element::f32 && takes_integers(call.gate_up) && takes_integers(call.down);
-    return can && !call.same_bits ? isa.pairs : nullptr;
-}
 
 }  // namespace
 
 void expert_mlp(const Isa& isa, const Call& call) {
-    const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
-    const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
     const RoundedOps* rounded = rounding(isa, call);
-    const int64_t h_floats = call.intermediate_size * (!rounded ? 1 : call.rounded ? 2 : 3) + 96, x_floats = call.hidden_size * (rounded && !call.rounded ? 2 : 1) + 128;
-    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * x_floats);
-    const int64_t most = std::max<int64_t>(kWorkspaceBytes / per_token, 16);
+    const int64_t most = tokens_at_once(isa, call, rounded);
     const struct Release {
         ~Release() { Walk::release(); }
     } release;
     for (int64_t t = 0; t < call.num_tokens; t += most) {
         const int64_t n = std::min(most, call.num_tokens - t);
-        if (!Walk(isa, call, rounded, t, n).run()) Walk(isa, call, nullptr, t, n).run();
+        Walk(isa, call, rounded, t, n).run();
     }
 }
 
