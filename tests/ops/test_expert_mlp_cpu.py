@@ -52,6 +52,23 @@ def packed_widths(name, lanes):
 
 
 @every_isa
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "fp8-e4m3-b128", "mxfp4", "int4-g32-zp"])
+def test_rows_longer_than_what_stays_in_the_first_cache(isa, name):
+    """Columns go in pieces then, of 512 or 1024: their sums go on, and a token has the bits it has among few."""
+    hidden, intermediate = (2112, 1088) if FORMATS[name].per_item > 1 else (2051, 1030)
+    sizes = problems.Sizes(13, hidden, intermediate, 2, 1)
+    weights = stored_weights(name, sizes, problems.ACTIVATIONS[0])
+    x, routing = torch.randn(13, hidden), Routing(torch.arange(13)[:, None] // 12, torch.ones(13, 1))
+    check(isa, x, routing, weights)
+    torch.use_deterministic_algorithms(True)
+    few = Routing(routing.expert_ids[:8], routing.routing_weights[:8])
+    alone = Routing(routing.expert_ids[:1], routing.routing_weights[:1])
+    y = run(isa, x, routing, weights)
+    assert bit_equal(run(isa, x[:8], few, weights), y[:8])
+    assert bit_equal(run(isa, x[:1], alone, weights), y[:1])
+
+
+@every_isa
 @pytest.mark.parametrize("name", [name for name in STORED if name not in DENSE])
 def test_packed_sizes_around_groups_and_blocks(isa, name):
     widths = packed_widths(name, isa.lanes)
