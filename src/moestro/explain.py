@@ -15,7 +15,7 @@ from moestro.experts import Experts
 from moestro.formats import SplitTensor
 from moestro.moe import MoE
 from moestro.ops import _select, gpu
-from moestro.ops.expert_mlp import expert_mlp, explain_strategy
+from moestro.ops.expert_mlp import cpu, expert_mlp, explain_strategy
 from moestro.ops.grouping import group_by_expert
 from moestro.ops.projection import projection
 from moestro.ops.topk import topk
@@ -123,12 +123,12 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         chosen=chosen,
         strategy=choice.strategy if choice else None,
         strategy_reason=choice.reason if choice else None,
-        weights=_describe(positional[2], chosen) if name == "expert_mlp" else None,
+        weights=_describe(positional[0], positional[2], chosen) if name == "expert_mlp" else None,
         forced=forced if forced in (None, *(i.name for i in _select.implementations(name))) else None,
     )
 
 
-def _describe(weights: ExpertWeights, chosen: str | None) -> str:
+def _describe(x: torch.Tensor, weights: ExpertWeights, chosen: str | None) -> str:
     """The sentence about how experts are stored and read."""
     stored = (weights.gate_up, weights.down)
     names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
@@ -141,7 +141,8 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     if chosen == gpu.IMPLEMENTATION:
         return f"{text}, decoded in registers"
     if chosen is not None and chosen.startswith("cpu-"):
-        return f"{text}, decoded in registers, or for many rows four rows at a time"
+        pairs = "; rows, but those in tiles, as pairs of 8-bit integers" if cpu.takes_pairs(chosen, x, weights) else ""
+        return f"{text}, decoded in registers, or for many rows four rows at a time{pairs}"
     reading = "a whole expert" if chosen == "reference" else "a panel of rows"
     return f"{text}, dequantised {reading} at a time"
 

@@ -80,7 +80,7 @@ bool same_bits(const Isa& isa) {
     const Element first = element(), last = element();
     const int64_t W = isa.lanes;
     const auto width = [&](Element e) {
-        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64, 32 * W, 32 * W + 64}) : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33});
+        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64, 32 * W, 32 * W + 64, 1088, 2112}) : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33, 1025, 2051});
     };
     Call call;
     call.rounded = rounded;

@@ -16,6 +16,7 @@ import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.formats import FORMATS
 from moestro.ops import native
+from moestro.ops.expert_mlp import cpu
 from moestro.ops.native import Isa
 from tolerances import assert_close, bit_equal
 
@@ -29,9 +30,6 @@ STRATEGIES = ("grouped", "selective", "blockwise-1", "blockwise-5", "blockwise-9
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = Path(moestro.__file__).parents[1]
-
-INTEGERS = ("int8", "e2m1", "int4", "uint4")
-"""Elements of weights that integers are multiplied by."""
 
 every_isa = pytest.mark.parametrize("isa", RUNNING, ids=lambda isa: isa.name)
 every_tiled_isa = pytest.mark.parametrize("isa", TILED, ids=lambda isa: isa.name)
@@ -62,9 +60,7 @@ def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strateg
 
 def takes_pairs(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
     """Whether rows of x become pairs of rows of 8-bit integers."""
-    integers = all(stored.format.element in INTEGERS for stored in (weights.gate_up, weights.down))
-    is_exact = x.dtype == torch.float32 or torch.are_deterministic_algorithms_enabled()
-    return isa.multiplies_pairs and integers and not is_exact
+    return cpu.takes_pairs(f"cpu-{isa.name}", x, weights)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.formats import FORMATS
 from moestro.ops import native
@@ -13,11 +14,11 @@ from moestro.types import GPT_OSS_SWIGLU
 from tolerances import bit_equal
 
 from . import problems
-from .engines import INTEGERS, run, stored_weights, takes_pairs
+from .engines import run, stored_weights, takes_pairs
 from .stored import PACKED
 
 PAIRING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_pairs]
-WHOLE = [name for name in PACKED if FORMATS[name].element in INTEGERS]
+WHOLE = [name for name in PACKED if FORMATS[name].element in ("int8", "e2m1", "int4", "uint4")]
 
 every_pairing_isa = pytest.mark.parametrize("isa", PAIRING, ids=lambda isa: isa.name)
 
@@ -141,6 +142,10 @@ def test_not_where_bits_are_to_be_the_same(isa):
     torch.use_deterministic_algorithms(True)
     exact = run(isa, x, routing, weights)
     assert not takes_pairs(isa, x, weights)
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        assert "pairs" not in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
+        torch.use_deterministic_algorithms(False)
+        assert "as pairs of 8-bit integers" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
     assert error(exact, x, routing, weights) < (2 if isa.multiplies_bfloat16 else 1.00001)
     assert not bit_equal(default, exact)
 

@@ -22,6 +22,7 @@ from moestro.weights import ExpertWeights
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5, "tanh": 6, "identity": 7}
 _NONE = (0, 0, 0)
+_INTEGERS = {"int8", "e2m1", "int4", "uint4"}
 _MOST_SLOTS = 256
 _MOST_ROUNDED_COLUMNS = 1 << 17
 _PIECES = contextvars.ContextVar("pieces", default=0)
@@ -49,6 +50,16 @@ def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
     kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_integers}
     rows = kinds.get(weights.row_format, False)
     return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
+
+
+def takes_pairs(name: str, x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether under the implementation of this name rows of x, but those in tiles, become pairs of 8-bit integers."""
+    isa = next((isa for isa in native.ISAS if name == f"cpu-{isa.name}"), native.ABSENT)
+    elements = {weights.gate_up.format.element, weights.down.format.element}
+    columns = max(weights.hidden_size, weights.intermediate_size)
+    if x.dtype == torch.float32 or weights.row_format != "float" or torch.are_deterministic_algorithms_enabled():
+        return False
+    return isa.multiplies_pairs and elements <= _INTEGERS and columns <= _MOST_ROUNDED_COLUMNS
 
 
 def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
