@@ -1,5 +1,5 @@
 // Many tokens and eight rows of weights: with half of the tokens in a tile, half as much of them is loaded for each product
-// as four rows take, and the second cache keeps up. Included after kernels.h where there are registers for 24 sums.
+// as four rows take. Included after kernels.h where there are registers for 24 sums.
 #pragma once
 
 #include "kernels.h"
