@@ -21,8 +21,8 @@ import torch
 MOESTRO = {
     "moestro": {},
     "moestro-projections": {"projections": True},
-    "moestro-int8": {"activation": "int8"},
-    "moestro-int8-projections": {"activation": "int8", "projections": True},
+    "moestro-int8": {"input_format": "int8"},
+    "moestro-int8-projections": {"input_format": "int8", "projections": True},
 }
 """Name -> options of `moestro.load`."""
 

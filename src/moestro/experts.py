@@ -14,7 +14,7 @@ from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
 from moestro.ops.expert_mlp import expert_mlp, run, tuning
-from moestro.types import SWIGLU, Activation, Routing, RowFormat
+from moestro.types import SWIGLU, Activation, InputFormat, Routing
 from moestro.weights import Built, ExpertWeights, Layout
 
 _FORMATS = "moestro_formats"
@@ -49,7 +49,7 @@ class Experts(nn.Module):
             otherwise than as one dense tensor; then buffers `gate_up_data`, `gate_up_scales` and so on hold them.
         down: parameter [E, H, I], or None in the same way.
         gate_up_bias, down_bias: parameters [E, 2 * I] ([E, I]) and [E, H], or None.
-        row_format: as in `ExpertWeights`; "float" until `quantize` or `from_weights` says otherwise.
+        input_format: as in `ExpertWeights`; "float" until `quantize` or `from_weights` says otherwise.
 
     Raises:
         InvalidInputError: a size below 1, or an unknown strategy.
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         rows = intermediate_size * (2 if activation.gated else 1)
         self.activation = activation
         self.strategy = strategy
-        self.row_format: RowFormat = "float"
+        self.input_format: InputFormat = "float"
         self._stored: dict[str, _Stored] = {}
         self._built: Built | None = None
         self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
@@ -105,7 +105,7 @@ class Experts(nn.Module):
         e, _, h = weights.gate_up.shape
         with torch.device("meta"):
             experts = cls(e, h, weights.intermediate_size, weights.activation, strategy=strategy)
-        experts.row_format = weights.row_format
+        experts.input_format = weights.input_format
         for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
             experts._store(name, stored)
         for name, bias in (("gate_up_bias", weights.gate_up_bias), ("down_bias", weights.down_bias)):
@@ -127,10 +127,10 @@ class Experts(nn.Module):
         self._stored[name] = _Stored(layout, tuple(kinds), stored.shape)
 
     def quantize(
-        self, format: str | WeightFormat, search: Search = "nearest", row_format: RowFormat | None = None
+        self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
     ) -> Experts:
         """A module over the same experts in another format; see `ExpertWeights.quantize`. Biases are shared."""
-        return Experts.from_weights(self.weights.quantize(format, search, row_format), self.strategy)
+        return Experts.from_weights(self.weights.quantize(format, search, input_format), self.strategy)
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as nn.Linear; biases zero."""
@@ -154,7 +154,7 @@ class Experts(nn.Module):
         return built.weights
 
     def _describes(self, weights: ExpertWeights) -> bool:
-        return weights.activation is self.activation and weights.row_format == self.row_format
+        return weights.activation is self.activation and weights.input_format == self.input_format
 
     def _build(self) -> ExpertWeights:
         gate_up, down = (
@@ -162,7 +162,7 @@ class Experts(nn.Module):
             for name, tensor in (("gate_up", self.gate_up), ("down", self.down))
         )
         biases = self.gate_up_bias, self.down_bias
-        return ExpertWeights(gate_up, down, *biases, self.activation, row_format=self.row_format)
+        return ExpertWeights(gate_up, down, *biases, self.activation, input_format=self.input_format)
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         stored = "".join(f", {name}={form}" for name, form in self._formats.items())
-        stored += "" if self.row_format == "float" else f", row_format={self.row_format!r}"
+        stored += "" if self.input_format == "float" else f", input_format={self.input_format!r}"
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, strategy={self.strategy!r}{stored}"

@@ -133,9 +133,9 @@ def _describe(x: torch.Tensor, weights: ExpertWeights, chosen: str | None) -> st
     stored = (weights.gate_up, weights.down)
     names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
-    if weights.row_format != "float":
-        numbers = "integers" if weights.row_format == "int8" else "8-bit floats"
-        return f"{text}, multiplied as {numbers}: rows are rounded to {weights.row_format}"
+    if weights.input_format != "float":
+        numbers = "integers" if weights.input_format == "int8" else "8-bit floats"
+        return f"{text}, multiplied as {numbers}: rows are rounded to {weights.input_format}"
     if all(s.format.is_dense for s in stored):
         return text
     if chosen == gpu.IMPLEMENTATION:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moestro.formats import PackedTensor, StoredExperts, dequantize, floats, integers
 from moestro.formats.elements import E4M3_LARGEST, round_e4m3
-from moestro.types import EMPTY, Activation, Routing, RowFormat
+from moestro.types import EMPTY, Activation, InputFormat, Routing
 from moestro.weights import ExpertWeights
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,7 +84,7 @@ def round_rows_e4m3(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return torch.cat(values, 1), torch.cat(scales, 1)
 
 
-def product(x: Tensor, stored: StoredExperts, e: int, rows: RowFormat) -> Tensor:
+def product(x: Tensor, stored: StoredExperts, e: int, rows: InputFormat) -> Tensor:
     """Rows x [R, K] times expert e's matrix [N, K], transposed -> [R, N], in the dtype of x.
 
     Rows as int8 or fp8-e4m3: in float64 the sum of a group of weights that share a scale is exact, and one scale of the
@@ -122,10 +122,10 @@ def _product_of_floats(x: Tensor, block: PackedTensor) -> Tensor:
 
 def one_expert(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
     """E_e(x) for rows x [R, H] -> [R, H], in the dtype of x."""
-    h = product(x, weights.gate_up, e, weights.row_format)
+    h = product(x, weights.gate_up, e, weights.input_format)
     if weights.gate_up_bias is not None:
         h = h + weights.gate_up_bias[e].to(x.dtype)
-    y = product(activate(h, weights.activation), weights.down, e, weights.row_format)
+    y = product(activate(h, weights.activation), weights.down, e, weights.input_format)
     if weights.down_bias is not None:
         y = y + weights.down_bias[e].to(x.dtype)
     return y if weights.output_norm is None else weights.output_norm(y)

@@ -23,7 +23,7 @@ EMPTY = -1
 
 WeightOn = Literal["output", "input"]
 
-RowFormat = Literal["float", "int8", "fp8-e4m3"]
+InputFormat = Literal["float", "int8", "fp8-e4m3"]
 """How rows meet weights: as they are, or rounded to 8-bit integers or floats, with scales (`moestro.reference`)."""
 
 

@@ -14,7 +14,7 @@ from moestro import formats
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import INTEGERS, PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
-from moestro.types import SWIGLU, Activation, RowFormat, register_pytree
+from moestro.types import SWIGLU, Activation, InputFormat, register_pytree
 
 OutputNorm = Callable[[Tensor], Tensor]
 
@@ -30,8 +30,8 @@ class ExpertWeights:
         down_bias: [E, H], or None.
         activation: what stands between the two matmuls.
         output_norm: applied to each expert's output row [..., H] before it is weighted, or None.
-        row_format: "float"; "int8" or "fp8-e4m3" to round rows before each of the two products, so that 8-bit integers
-            or floats are multiplied.
+        input_format: "float"; "int8" or "fp8-e4m3" to round rows before each of the two products, so that 8-bit
+            integers or floats are multiplied.
 
     Raises:
         InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown row format.
@@ -44,7 +44,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     activation: Activation = field(default=SWIGLU)
     output_norm: OutputNorm | None = None
-    row_format: RowFormat = "float"
+    input_format: InputFormat = "float"
 
     def __post_init__(self) -> None:
         e, n, h = self.gate_up.shape
@@ -73,7 +73,7 @@ class ExpertWeights:
                 needs="one device",
                 fix="Move the layer with .to(device).",
             )
-        check_row_format(self.row_format, (self.gate_up.format, self.down.format), "ExpertWeights")
+        check_input_format(self.input_format, (self.gate_up.format, self.down.format), "ExpertWeights")
 
     @classmethod
     def from_dense(
@@ -88,7 +88,7 @@ class ExpertWeights:
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
 
     def quantize(
-        self, format: str | WeightFormat, search: Search = "nearest", row_format: RowFormat | None = None
+        self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
     ) -> ExpertWeights:
         """The same experts in another format, stacked, each converted on its own; biases are kept as they are.
 
@@ -98,7 +98,7 @@ class ExpertWeights:
         Args:
             format: a name of `moestro.formats.FORMATS` ("mxfp4"; dense ones too), or the format itself.
             search: how scales are chosen, "nearest" or "mse".
-            row_format: as the attribute; None keeps it.
+            input_format: as the attribute; None keeps it.
 
         Raises:
             InvalidInputError: an unknown format, one that cannot store matrices of these sizes, or NaN or infinity in
@@ -106,13 +106,13 @@ class ExpertWeights:
             UnsupportedError: as for the class.
         """
         form = formats.find_format(format) if isinstance(format, str) else format
-        rows = self.row_format if row_format is None else row_format
-        check_row_format(rows, (form,), "quantize")
+        rows = self.input_format if input_format is None else input_format
+        check_input_format(rows, (form,), "quantize")
         gate_up, down = (
             quantize_experts(stored, form, search, name)
             for name, stored in (("gate_up", self.gate_up), ("down", self.down))
         )
-        return replace(self, gate_up=gate_up, down=down, row_format=rows)
+        return replace(self, gate_up=gate_up, down=down, input_format=rows)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -145,25 +145,25 @@ _MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {
 """By row format: elements of weights that such rows are multiplied by, and what these are called."""
 
 
-def check_row_format(row_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
+def check_input_format(input_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
     """Check that rows of this format can be multiplied by weights of all these.
 
     Raises:
         InvalidInputError: not a row format.
         UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
     """
-    if row_format == "float":
+    if input_format == "float":
         return
-    if row_format not in _MULTIPLIED:
+    if input_format not in _MULTIPLIED:
         raise invalid_input(
-            operation, got=f"rows as {row_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
+            operation, got=f"rows as {input_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
         )
-    elements, called = _MULTIPLIED[row_format]
+    elements, called = _MULTIPLIED[input_format]
     for form in stored:
         if form.element not in elements:
             raise unsupported(
                 operation,
-                got=f"rows as {row_format} and weights stored as {form.name}",
+                got=f"rows as {input_format} and weights stored as {form.name}",
                 needs=f"weights that are {called}",
                 fix="Quantise them to one of these formats, or leave rows as float.",
             )
@@ -285,4 +285,4 @@ def _unchecked(cls: Any, **values: Any) -> Any:
 
 register_pytree(PackedTensor, static=("format",))
 register_pytree(SplitTensor)
-register_pytree(ExpertWeights, static=("activation", "output_norm", "row_format"))
+register_pytree(ExpertWeights, static=("activation", "output_norm", "input_format"))

@@ -151,7 +151,7 @@ def test_rows_as_int8_are_rounded_and_checked(tiny) -> None:
         exact = expected_output(layer, x, routings[0], "fp8-e4m3-b128")
         output = eighths.prepare(layer)(x, routings[0])()
         assert 1e-3 < relative_error(output, exact) < eighths.numbers.bound
-    assert layer.quantized["mxfp4"].row_format == "float"
+    assert layer.quantized["mxfp4"].input_format == "float"
     with pytest.raises(UnsupportedError, match="rows as int8"):
         ours("auto", "fp8-e4m3-b128/int8")
     with pytest.raises(InvalidInputError, match="rows as 'int3'"):

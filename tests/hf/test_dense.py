@@ -105,16 +105,16 @@ def test_load_serves_them_and_no_checkpoint_has_it(made, like, tmp_path):
 
 
 def test_a_configuration_asks_for_them_and_load_has_the_last_word(made):
-    folder, config = made.folder("qwen3-30b-a3b"), MoestroConfig("int8", activation="int8", projections=True)
+    folder, config = made.folder("qwen3-30b-a3b"), MoestroConfig("int8", input_format="int8", projections=True)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert counted(model) > 0
     same = moestro.load(folder, config)
     assert counted(same) == counted(model)
     assert [layer.layout for layer in served(same)] == ["int8, in memory, rows as int8"] * len(served(model))
-    other = moestro.load(folder, config, activation="float", projections=False)
+    other = moestro.load(folder, config, input_format="float", projections=False)
     assert counted(other) == 0
     assert {layer.layout for layer in served(other)} == {"int8, in memory"}
-    assert (config.projections, config.activation) == (True, "int8")
+    assert (config.projections, config.input_format) == (True, "int8")
 
 
 def test_load_takes_searches_and_overrides_in_a_configuration(made):

@@ -186,7 +186,7 @@ def test_rows_as_int8_are_the_variants_and_not_the_baselines(folder: Path, text:
         for name in ("float", "int8")
     )
     assert exact.as_json()["baseline"]["bits_per_byte"] == rounded.as_json()["baseline"]["bits_per_byte"]
-    assert rounded.as_json()["baseline"]["activation"] == "float"
+    assert rounded.as_json()["baseline"]["input_format"] == "float"
     before, after = exact.rows[0].change, rounded.rows[0].change
     assert before is not None
     assert after is not None

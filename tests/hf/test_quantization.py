@@ -310,7 +310,7 @@ def test_what_a_configuration_says_of_itself():
         "format": "bfloat16",
         "search": "mse",
         "overrides": {"*down_proj": "int8"},
-        "activation": "float",
+        "input_format": "float",
         "projections": False,
         "rest": None,
     }

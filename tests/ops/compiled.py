@@ -151,7 +151,7 @@ def layer(
         torch.zeros(experts, 2 * inner, hidden), torch.zeros(experts, hidden, inner), None, None, activation
     )
     stored, _, rows = form.removesuffix("+apart").partition("/")
-    weights = data.quantize(stored, row_format=rows or "float")  # type: ignore[arg-type]
+    weights = data.quantize(stored, input_format=rows or "float")  # type: ignore[arg-type]
     if form.endswith("+apart"):
         weights = apart(weights)
     x = torch.zeros(num_tokens, hidden, dtype=dtype)
@@ -178,7 +178,7 @@ def relaunched(architecture: str, num_tokens: int, form: str = "bfloat16") -> No
     weights, other = (
         ExpertWeights.from_dense(torch.zeros(3, 64, 64), torch.zeros(3, 64, 32)).quantize(stored) for _ in "ab"
     )
-    weights, other = (replace(w, row_format=rows or "float") for w in (weights, other))
+    weights, other = (replace(w, input_format=rows or "float") for w in (weights, other))
     if form.endswith("+apart"):
         weights, other = apart(weights), apart(other)
     x = torch.zeros(num_tokens, 64).bfloat16()

@@ -69,8 +69,8 @@ def main() -> None:
             routed = Routing(at_the_edge(routing.expert_ids), at_the_edge(routing.routing_weights))
             if name in INTEGER_FORMATS:
                 for isa in ROUNDING:
-                    edge = run(isa, at_the_edge(x), routed, replace(weights, row_format="int8"))
-                    assert bit_equal(edge, run(isa, x, routing, replace(plain, row_format="int8"))), (isa.name, name)
+                    edge = run(isa, at_the_edge(x), routed, replace(weights, input_format="int8"))
+                    assert bit_equal(edge, run(isa, x, routing, replace(plain, input_format="int8"))), (isa.name, name)
             for isa in RUNNING + (TILED if name == "bfloat16" and dtype == torch.bfloat16 else []):
                 edge = run(isa, at_the_edge(x), routed, weights)
                 assert bit_equal(edge, run(isa, x, routing, plain)), (isa.name, name)

@@ -49,7 +49,7 @@ class Driver:
 def case(form: str, num_tokens: int) -> tuple[torch.Tensor, Routing, ExpertWeights]:
     stored, _, rows = form.removesuffix("+apart").partition("/")
     weights = ExpertWeights.from_dense(torch.zeros(8, 256, 256), torch.zeros(8, 256, 128)).quantize(
-        stored, row_format=rows or "float"
+        stored, input_format=rows or "float"
     )
     routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
     x = torch.zeros(num_tokens, 256).bfloat16()

@@ -16,7 +16,7 @@ INTEGER_FORMATS = [name for name, form in FORMATS.items() if form.element in INT
 
 def rounded(weights: ExpertWeights) -> ExpertWeights:
     """The same experts, with rows as int8."""
-    return replace(weights, row_format="int8")
+    return replace(weights, input_format="int8")
 
 
 def slack(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:

@@ -27,7 +27,7 @@ FORMATS = ("fp8-e4m3-tensor", "fp8-e4m3-channel", "fp8-e4m3-b128")
 
 def layer(name: str, kind: str = "random", weight_on: str = "output"):
     sizes = sizes_for(name)
-    weights = replace(stored_weights(name, sizes, GPT_OSS_SWIGLU), row_format="fp8-e4m3")
+    weights = replace(stored_weights(name, sizes, GPT_OSS_SWIGLU), input_format="fp8-e4m3")
     return (
         torch.randn(sizes.num_tokens, sizes.hidden_size),
         problems.routing(sizes, kind=kind, weight_on=weight_on),
@@ -84,7 +84,7 @@ def test_plain_torch(name, strategy):
 def test_what_has_no_such_rows_says_so():
     x, routing, weights = layer("fp8-e4m3-channel")
     with pytest.raises(UnsupportedError, match="weights that are 8-bit floats"):
-        replace(weights.quantize("bfloat16", row_format="float"), row_format="fp8-e4m3")
+        replace(weights.quantize("bfloat16", input_format="float"), input_format="fp8-e4m3")
     with torch.no_grad():
         explained = moestro.explain(moestro.expert_mlp, x, routing, weights)
     assert "8-bit floats" in explained.weights
@@ -132,7 +132,7 @@ def test_triton(device, name):
     for kind, weight_on, strategy in (("random", "output", "grouped"), ("skewed", "input", "selective")):
         x, routing, weights = layer("fp8-e4m3-channel" if name == "int8" else name, kind, weight_on)
         if name == "int8":
-            weights = weights.quantize("int8", row_format="int8")
+            weights = weights.quantize("int8", input_format="int8")
         with torch.no_grad():
             assert moestro.explain(moestro.expert_mlp, x, routing, weights).chosen == "triton"
             close(moestro.expert_mlp(x, routing, weights, strategy), x, routing, weights)
@@ -144,4 +144,4 @@ def test_triton_has_integers_of_eight_bits_only(device):
     four = stored_weights("int4-g32", sizes_for("int4-g32"), GPT_OSS_SWIGLU)
     x = torch.randn(sizes_for("int4-g32").num_tokens, four.hidden_size)
     with torch.no_grad(), pytest.raises(UnsupportedError, match="by weights stored as int8"):
-        moestro.expert_mlp(x, problems.routing(sizes_for("int4-g32")), replace(four, row_format="int8"))
+        moestro.expert_mlp(x, problems.routing(sizes_for("int4-g32")), replace(four, input_format="int8"))

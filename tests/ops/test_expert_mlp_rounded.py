@@ -115,7 +115,7 @@ def test_plain_torch_meets_the_definition(name):
 def test_sums_longer_than_float32_holds_exactly():
     """Every product is the largest: 4,096 of them need 26 bits, of which float32 would keep 24."""
     ones = torch.ones(1, 3, 4096), torch.ones(1, 4096, 3)
-    data = ExpertWeights.from_dense(*ones, activation=Activation("relu", False)).quantize("int8", row_format="int8")
+    data = ExpertWeights.from_dense(*ones, activation=Activation("relu", False)).quantize("int8", input_format="int8")
     data.gate_up.data[0, 0, 1::2] = -126
     x, routing = torch.ones(1, 4096), Routing(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
     h = reference.product(x.double(), data.gate_up, 0, "int8")
@@ -151,34 +151,34 @@ def test_weights_that_are_no_integers_are_refused(name):
     sizes = problems.Sizes(2, 8, 8, 2, 1)
     weights = problems.weights(sizes, Activation(), torch.float64)
     for make in (
-        lambda: weights.quantize(name, row_format="int8"),
-        lambda: replace(weights.quantize(name), row_format="int8"),
-        lambda: Experts.from_weights(weights).quantize(name, row_format="int8"),
-        lambda: weights.quantize("int8", row_format="int8").quantize(name),
+        lambda: weights.quantize(name, input_format="int8"),
+        lambda: replace(weights.quantize(name), input_format="int8"),
+        lambda: Experts.from_weights(weights).quantize(name, input_format="int8"),
+        lambda: weights.quantize("int8", input_format="int8").quantize(name),
     ):
         with pytest.raises(UnsupportedError, match="weights that are integers"):
             make()
     with pytest.raises(InvalidInputError, match='"float", "int8" or'):
-        replace(weights, row_format="int4")
+        replace(weights, input_format="int4")
 
 
-def test_the_row_format_stays_with_the_weights():
+def test_the_input_format_stays_with_the_weights():
     x, sizes, weights = layer("mxfp4")
-    assert weights.quantize("int8").row_format == "int8"
-    assert weights.quantize("bfloat16", row_format="float").row_format == "float"
-    assert replace(weights, gate_up_bias=None).row_format == apart(weights).row_format == "int8"
+    assert weights.quantize("int8").input_format == "int8"
+    assert weights.quantize("bfloat16", input_format="float").input_format == "float"
+    assert replace(weights, gate_up_bias=None).input_format == apart(weights).input_format == "int8"
     leaves, spec = pytree.tree_flatten(weights)
-    assert pytree.tree_unflatten(leaves, spec).row_format == "int8"
+    assert pytree.tree_unflatten(leaves, spec).input_format == "int8"
     routing = problems.routing(sizes)
     expected = plain(x, routing, weights)
     for stored in (weights, apart(weights)):
         experts = Experts.from_weights(stored)
         for module in (experts, copy.deepcopy(experts), experts.quantize("mxfp4")):
-            assert module.weights.row_format == "int8"
+            assert module.weights.input_format == "int8"
             with moestro.use(implementation="torch"), torch.no_grad():
                 torch.testing.assert_close(module(x, routing), expected)
-    assert "row_format='int8'" in repr(experts)
-    assert experts.quantize("mxfp4", row_format="float").weights.row_format == "float"
+    assert "input_format='int8'" in repr(experts)
+    assert experts.quantize("mxfp4", input_format="float").weights.input_format == "float"
     assert "rows are rounded to int8" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
 
 

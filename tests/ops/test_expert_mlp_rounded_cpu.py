@@ -132,7 +132,7 @@ def test_the_largest_products(isa):
         for rows in (data, data.flip(1)):
             gate_up = PackedTensor(rows[None], FORMATS["int8"], torch.ones(1, 3, 1))
             down = PackedTensor(torch.ones(1, 512, 3, dtype=torch.int8), FORMATS["int8"], torch.ones(1, 512, 1))
-            weights = ExpertWeights(gate_up, down, activation=Activation("identity", False), row_format="int8")
+            weights = ExpertWeights(gate_up, down, activation=Activation("identity", False), input_format="int8")
             one = Routing(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
             assert_rounds(run(isa, x, one, weights), x, one, weights)
 
@@ -146,7 +146,7 @@ def test_long_rows(isa):
             torch.full((1, 2, columns), -128, dtype=torch.int8), FORMATS["int8"], torch.full((1, 2, 1), 2.0**-30)
         )
         down = PackedTensor(torch.ones(1, columns, 1, dtype=torch.int8), FORMATS["int8"], torch.ones(1, columns, 1))
-        weights = ExpertWeights(gate_up, down, row_format="int8")
+        weights = ExpertWeights(gate_up, down, input_format="int8")
         x, one = torch.full((1, columns), -1.0), Routing(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
         if columns == most:
             assert_rounds(run(isa, x, one, weights)[:, :9], x[:, :9], one, replace_columns(weights, 9))
@@ -161,7 +161,7 @@ def replace_columns(weights, n):
     scale = torch.full((1, 2, 1), 2.0**-30 * columns / n)
     gate_up = PackedTensor(weights.gate_up.data[:, :, :n], FORMATS["int8"], scale)
     down = PackedTensor(weights.down.data[:, :n], FORMATS["int8"], torch.ones(1, n, 1))
-    return ExpertWeights(gate_up, down, row_format="int8")
+    return ExpertWeights(gate_up, down, input_format="int8")
 
 
 @every_rounding_isa

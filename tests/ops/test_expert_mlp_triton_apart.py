@@ -77,7 +77,7 @@ def test_halves_with_scales_and_factors_of_their_own(name):
 @pytest.mark.parametrize("name", ["fp8-e4m3-tensor", "fp8-e4m3-b128"])
 def test_rows_of_eight_bits(name):
     x, routing, weights = halves(name)
-    weights = replace(weights, row_format="fp8-e4m3")
+    weights = replace(weights, input_format="fp8-e4m3")
     assert_close(expert_mlp.run(x, routing, weights), reference.expert_mlp(x, routing, weights), torch.float32)
 
 

@@ -107,9 +107,9 @@ def layers(device: torch.device) -> dict[str, tuple[torch.Tensor, ExpertWeights]
         "float64": (x.double(), dense),
         "float64 weights": (x, dense.quantize("float64")),
         "float64 bias": (x, replace(dense, down_bias=dense.down_bias.double())),
-        "rows as int8": (x, replace(packed["int8"], row_format="int8")),
-        "rows as int8, four bits": (x, replace(packed["mxfp4"], row_format="int8")),
-        "rows as fp8": (x, replace(packed["fp8-e4m3-tensor"], row_format="fp8-e4m3")),
+        "rows as int8": (x, replace(packed["int8"], input_format="int8")),
+        "rows as int8, four bits": (x, replace(packed["mxfp4"], input_format="int8")),
+        "rows as fp8": (x, replace(packed["fp8-e4m3-tensor"], input_format="fp8-e4m3")),
         "many experts": (torch.randn(4, 2, device=device), wide),
     }
 

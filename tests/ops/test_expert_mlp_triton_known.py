@@ -55,7 +55,7 @@ def check(x: torch.Tensor, routing: Routing, weights: ExpertWeights, strategy: s
 def test_a_call_like_one_before_computes_of_what_it_is_given(form, strategy):
     x, routing, weights = case(form)
     if form == "int8":
-        weights = replace(weights, row_format="int8")
+        weights = replace(weights, input_format="int8")
     for invariant in (True, False):
         torch.use_deterministic_algorithms(invariant)
         check(x, routing, weights, strategy)

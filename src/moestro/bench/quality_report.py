@@ -36,7 +36,7 @@ class Stored:
         dtype: of activations and of all other weights.
         bits_per_weight: of the experts, scales included, biases not.
         expert_bytes: of all of them.
-        activation: "int8" where rows are rounded before they meet experts, else "float".
+        input_format: "int8" where rows are rounded before they meet experts, else "float".
     """
 
     format: str
@@ -44,7 +44,7 @@ class Stored:
     dtype: str
     bits_per_weight: float
     expert_bytes: int
-    activation: str = "float"
+    input_format: str = "float"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "status": row.status,
         "reason": row.reason,
         "dtype": None if stored is None else stored.dtype,
-        "activation": None if stored is None else stored.activation,
+        "input_format": None if stored is None else stored.input_format,
         "bits_per_weight": None if stored is None else stored.bits_per_weight,
         "expert_bytes": None if stored is None else stored.expert_bytes,
         **_likelihood(None if change is None else change.likelihood),
@@ -213,7 +213,7 @@ def headline(report: QualityReport) -> list[str]:
 
 
 def _computed(stored: Stored) -> str:
-    return stored.dtype if stored.activation == "float" else f"{stored.dtype}, rows as {stored.activation}"
+    return stored.dtype if stored.input_format == "float" else f"{stored.dtype}, rows as {stored.input_format}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -43,7 +43,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
     format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
-    activation: Annotated[
+    input_format: Annotated[
         str, typer.Option(help="float, or int8 or fp8-e4m3 to round what meets the experts to 8 bits.")
     ] = "float",
     projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
@@ -67,7 +67,7 @@ def generate(
         library.check_prompt(prompt)
         with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
             check = partial(library.check_length, request=(prompt, sampling, chat))
-            how = MoestroConfig(format, activation=activation, projections=projections)  # type: ignore[arg-type]
+            how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
             text_model = load_text_model(model, dtype, device, strategy, check, how)
             library.check(text_model, prompt, sampling, chat)
             if not chat and not as_json:

@@ -47,7 +47,7 @@ def quality(
     dtype: Annotated[
         str, typer.Option(help="What variants compute in: float32, bfloat16, float16, or auto for the checkpoint's.")
     ] = "float32",
-    activation: Annotated[
+    input_format: Annotated[
         str, typer.Option(help="Of the variants: float, or int8 or fp8-e4m3 to round what meets the experts.")
     ] = "float",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
@@ -69,7 +69,7 @@ def quality(
         from moestro.hf.text_model import quiet_transformers
 
         wanted = variants(formats or (), search or ("nearest",), all_formats)
-        options = Options(against, dtype, device, text, tokens, activation)  # type: ignore[arg-type]
+        options = Options(against, dtype, device, text, tokens, input_format)  # type: ignore[arg-type]
         with quiet_transformers(), _bar(shown=not as_json and sys.stderr.isatty()) as on_window:
             found = measure(model, wanted, options, on_window)
         if as_json:

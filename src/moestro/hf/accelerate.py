@@ -21,8 +21,8 @@ from moestro.hf.families.base import Adapter, present
 from moestro.hf.low_precision import FP8, MXFP4
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
-from moestro.types import RowFormat
-from moestro.weights import check_row_format
+from moestro.types import InputFormat
+from moestro.weights import check_input_format
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -67,19 +67,19 @@ class Served:
 
 
 def accelerate(
-    model: Model, strategy: str = "auto", activation: RowFormat | None = None, *, projections: bool = False
+    model: Model, strategy: str = "auto", input_format: InputFormat | None = None, *, projections: bool = False
 ) -> Model:
     """Run the expert layers of a Transformers model with moestro, in place.
 
     Parameters keep their names, shapes, dtypes and values, so training, ``state_dict`` and ``save_pretrained`` go on as
     before; only the forward of each expert layer changes, and transposed weights are rearranged inside their own
-    storage. A second call changes nothing, or strategy and activation. Nothing is changed when an error is raised.
+    storage. A second call changes nothing, or strategy and input_format. Nothing is changed when an error is raised.
 
     Args:
         model: any module that contains experts of Transformers' interface, or of Llama 4, DBRX, JetMoE,
             LongCat-Flash, Switch Transformers, NLLB-MoE, Doge or Step-3.7.
         strategy: as for `moestro.expert_mlp`: "auto" chooses by shape; "blockwise-64" also sets the block size.
-        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers (for
+        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers (for
             experts that `moestro.load` keeps as integers); "fp8-e4m3" the same with 8-bit floats (for those that it
             keeps as fp8-e4m3-*); "float" not to; None to leave it, at first "float".
         projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
@@ -89,16 +89,17 @@ def accelerate(
         The same model.
 
     Raises:
-        InvalidInputError: an unknown strategy or activation, or projections that are neither True nor False.
+        InvalidInputError: an unknown strategy or input_format, or projections that are neither True nor False.
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer. An
-            activation of int8 where experts are not stored as integers. Projections where no linear module has 16 bits.
+            input_format of int8 where experts are not stored as integers. Projections where no linear module has
+            16 bits.
     """
     parse_strategy(strategy, "accelerate")
     check_choice(projections, "accelerate")
     found = find(model)
     if projections:
         check_projections(model, "accelerate")
-    stores = _stores_for(found, activation)
+    stores = _stores_for(found, input_format)
     fresh = [layer for layer in found if stored_in(layer.module) is None]
     for layer in fresh:
         if layer.adapter.settle is not experts.settle:  # it will read weights past the calls that bring them to memory
@@ -109,27 +110,27 @@ def accelerate(
     for layer in found:
         replace_forward(layer, strategy)
     for store in stores:
-        store.set_row_format(activation or store.row_format, "accelerate")
+        store.set_input_format(input_format or store.input_format, "accelerate")
     if projections:
         serve_projections(model)
     return model
 
 
-def _stores_for(found: list[Found], activation: RowFormat | None) -> list[ExpertStore]:
+def _stores_for(found: list[Found], input_format: InputFormat | None) -> list[ExpertStore]:
     """The stored experts of these layers; raises if those of one cannot meet rows of this format."""
     stores = []
     for layer in found:
         store = stored_in(layer.module)
         if store is not None:
-            check_row_format(activation or "float", (store.gate_up.format, store.down.format), "accelerate")
+            check_input_format(input_format or "float", (store.gate_up.format, store.down.format), "accelerate")
             stores.append(store)
-        elif activation is not None and activation != "float":
-            check_row_format(activation, (), "accelerate")
+        elif input_format is not None and input_format != "float":
+            check_input_format(input_format, (), "accelerate")
             raise unsupported(
                 "accelerate",
                 got=f"rows as int8 for {layer.path or 'the model'}, whose experts are parameters",
                 needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
-                fix='Load the model with moestro.load(path, format="int4-g32", activation="int8").',
+                fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
             )
     return stores
 

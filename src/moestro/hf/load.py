@@ -13,7 +13,7 @@ from moestro.errors import invalid_input
 from moestro.hf.places import explained, find_device, find_model, fitting, read_config
 from moestro.hf.quantization import METHOD, MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
-from moestro.types import RowFormat
+from moestro.types import InputFormat
 
 OPERATION = "load"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,7 +24,7 @@ def load(
     format: str | MoestroConfig | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    activation: RowFormat | None = None,
+    input_format: InputFormat | None = None,
     projections: bool | None = None,
 ) -> PreTrainedModel:
     """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
@@ -40,7 +40,7 @@ def load(
         dtype: of all other weights and of the activations ("float32", torch.bfloat16, ...); the checkpoint's if None.
             FP8 weights outside the experts become this dtype.
         device: where the model goes; the CPU if None.
-        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
+        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
             experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
             fp8-e4m3-*. It is not saved. None for what `format` says, else "float".
         projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine,
@@ -51,13 +51,13 @@ def load(
 
     Raises:
         InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or
-            activation, or a format that cannot store the experts' shapes; a dtype that no weights can have, or a device
-            that is not there; weights that are no safetensors files; too little memory.
+            input_format, or a format that cannot store the experts' shapes; a dtype that no weights can have, or a
+            device that is not there; weights that are no safetensors files; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, an
-            activation of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
+            input_format of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
             projections where no linear module has 16 bits.
     """
-    wanted = _asked(format, activation, projections)
+    wanted = _asked(format, input_format, projections)
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
@@ -77,7 +77,9 @@ def load(
         return model if place is None else model.to(place)
 
 
-def _asked(format: str | MoestroConfig | None, activation: RowFormat | None, projections: bool | None) -> MoestroConfig:
+def _asked(
+    format: str | MoestroConfig | None, input_format: InputFormat | None, projections: bool | None
+) -> MoestroConfig:
     """All that was asked for, as one configuration of its own."""
     given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
     if given.search != "nearest" and given.changes_nothing:
@@ -92,7 +94,7 @@ def _asked(format: str | MoestroConfig | None, activation: RowFormat | None, pro
         given.search,
         given.overrides,
         given.rest,
-        given.activation if activation is None else activation,
+        given.input_format if input_format is None else input_format,
         given.projections if projections is None else projections,
     )
 

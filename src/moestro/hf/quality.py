@@ -29,8 +29,8 @@ from moestro.hf.quantization import SEARCHES, MoestroConfig
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
 from moestro.hf.text_model import DTYPES, TextSource, find_text_model
-from moestro.types import RowFormat
-from moestro.weights import check_row_format
+from moestro.types import InputFormat
+from moestro.weights import check_input_format
 
 CONTEXT = 1024
 """The most tokens of a window, for models that were made for more: two windows' logits are in memory."""
@@ -102,7 +102,7 @@ class Options:
         device: a torch device.
         text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
         tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
-        activation: of the variants: "float", or "int8" or "fp8-e4m3" to round what meets their weights, as in
+        input_format: of the variants: "float", or "int8" or "fp8-e4m3" to round what meets their weights, as in
             `moestro.load`.
     """
 
@@ -111,10 +111,10 @@ class Options:
     device: str = "cpu"
     text: Path | None = None
     tokens: int | None = None
-    activation: RowFormat = "float"
+    input_format: InputFormat = "float"
 
     def __post_init__(self) -> None:
-        check_row_format(self.activation, (), OPERATION)
+        check_input_format(self.input_format, (), OPERATION)
         if self.dtype not in DTYPES:
             needs = f"one of {', '.join(DTYPES)}"
             raise invalid_input(OPERATION, got=f"dtype {self.dtype!r}", needs=needs, fix="Pick one.")
@@ -152,7 +152,7 @@ def measure(
     limit = DEFAULT_TOKENS if options.tokens is None else options.tokens or None
     corpus = read_corpus(source.tokenizer, min(source.context or CONTEXT, CONTEXT), options.text, limit)
     baseline = _load(source, options, Variant(options.against) if options.against else None)
-    refused = {variant: _why_not(baseline, variant, options.activation) for variant in wanted}
+    refused = {variant: _why_not(baseline, variant, options.input_format) for variant in wanted}
     for variant, refusal in refused.items():
         if refusal is not None and variant.needed:
             raise refusal
@@ -200,7 +200,7 @@ def _measure(
     source: TextSource, options: Options, variant: Variant, baseline: Any, corpus: Corpus, progress: _Progress
 ) -> Row:
     start = time.perf_counter()
-    model = _load(source, options, variant, options.dtype, options.activation)
+    model = _load(source, options, variant, options.dtype, options.input_format)
     pair = SideBySide(model, baseline)
     tally = Tally(pair.paths)
     for document in corpus.documents:
@@ -217,22 +217,22 @@ def _load(
     options: Options,
     variant: Variant | None,
     dtype: str = "float32",
-    activation: RowFormat = "float",
+    input_format: InputFormat = "float",
 ) -> Any:
     """The model with its experts as the variant says, or as the checkpoint has them."""
     how = None if variant is None else MoestroConfig(variant.format, variant.search or "nearest")
-    return load(source.path, how, dtype, options.device, activation)
+    return load(source.path, how, dtype, options.device, input_format)
 
 
 def _stores(model: Any) -> list[ExpertStore]:
     return [store for layer in find(model) if (store := stored_in(layer.module)) is not None]
 
 
-def _why_not(baseline: Any, variant: Variant, activation: RowFormat) -> MoestroError | None:
+def _why_not(baseline: Any, variant: Variant, input_format: InputFormat) -> MoestroError | None:
     """What a format refuses the model's experts with, if it does."""
     form = find_format(variant.format)
     try:
-        check_row_format(activation, (form,), OPERATION)
+        check_input_format(input_format, (form,), OPERATION)
         for store in _stores(baseline):
             for projection in (store.gate_up, store.down):
                 check_shape(form, projection.shape[1], projection.shape[2], OPERATION)
@@ -254,7 +254,7 @@ def _stored(model: Any, search: str | None = None) -> Stored:
         format=" and ".join(dict.fromkeys(projection.format.name for projection in kept)),
         search=search,
         dtype=str(model.dtype).removeprefix("torch."),
-        activation=_stores(model)[0].row_format,
+        input_format=_stores(model)[0].input_format,
         bits_per_weight=8 * nbytes / sum(math.prod(projection.shape) for projection in kept),
         expert_bytes=nbytes,
     )

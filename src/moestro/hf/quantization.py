@@ -32,8 +32,8 @@ from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
 from moestro.hf.sources import Quantization, check_rest, find_scaled, find_stored
 from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
-from moestro.types import RowFormat
-from moestro.weights import check_row_format, quantize_experts
+from moestro.types import InputFormat
+from moestro.weights import check_input_format, quantize_experts
 
 METHOD = "moestro"
 SEARCHES = ("nearest", "mse")
@@ -50,13 +50,13 @@ class MoestroConfig(QuantizationConfigMixin):
         overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
             with the format of those that match; the last that matches decides.
         rest: the quantisation config of the checkpoint's other layers, where they have one.
-        activation: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers;
+        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers;
             "fp8-e4m3" to multiply 8-bit floats. That is how this run computes, and is not saved.
         projections: also run every `nn.Linear` of 16 bits in the native engine, as `moestro.accelerate` does. It is not
             saved either.
 
     Raises:
-        InvalidInputError: an unknown format, search or activation, or projections that are neither True nor False.
+        InvalidInputError: an unknown format, search or input_format, or projections that are neither True nor False.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class MoestroConfig(QuantizationConfigMixin):
         search: str = "nearest",
         overrides: Mapping[str, str] | None = None,
         rest: Mapping[str, Any] | None = None,
-        activation: RowFormat = "float",
+        input_format: InputFormat = "float",
         projections: bool = False,
         **_: Any,
     ) -> None:
-        check_row_format(activation, (), "MoestroConfig")
+        check_input_format(input_format, (), "MoestroConfig")
         check_choice(projections, "MoestroConfig")
         if search not in SEARCHES:
             raise invalid_input(
@@ -80,7 +80,7 @@ class MoestroConfig(QuantizationConfigMixin):
         self.search = search
         self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
         self.rest = None if rest is None else dict(rest)
-        self.activation = activation
+        self.input_format = input_format
         self.projections = projections
 
     @property
@@ -100,7 +100,7 @@ class MoestroQuantizer(HfQuantizer):
         own = quantization_config.to_dict() if kwargs.get("pre_quantized", True) else None
         self.source = Quantization.of(quantization_config.__dict__.pop("source", own))
         self._complete = quantization_config.__dict__.pop("complete", False)
-        self._activation: RowFormat = quantization_config.__dict__.pop("activation", "float")
+        self._input_format: InputFormat = quantization_config.__dict__.pop("input_format", "float")
         self._projections: bool = quantization_config.__dict__.pop("projections", False)
         # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
         self.pre_quantized = False
@@ -122,7 +122,7 @@ class MoestroQuantizer(HfQuantizer):
         target = Quantization(METHOD, None, config.format, config.overrides)
         self._targets = _targets(self._layers, target)
         config.overrides = _settled(target, self._targets)
-        check_row_format(self._activation, self._targets.values(), "load")
+        check_input_format(self._input_format, self._targets.values(), "load")
         if self._projections:
             check_projections(model, "load")
         for layer, stored in self._layers:
@@ -160,7 +160,7 @@ class MoestroQuantizer(HfQuantizer):
             store = self._store(stored)
             device = _device_of(model, layer)
             store.residency = residency
-            store.set_row_format(self._activation, "load")
+            store.set_input_format(self._input_format, "load")
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
         if self._projections:

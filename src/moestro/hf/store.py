@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.residency import Residency
-from moestro.types import RowFormat
-from moestro.weights import ExpertWeights, check_row_format
+from moestro.types import InputFormat
+from moestro.weights import ExpertWeights, check_input_format
 
 STORE = "moestro_store"
 """The name of the sub-module that holds a layer's stored experts."""
@@ -141,14 +141,14 @@ class ExpertStore(nn.Module):
     Casts (``.to(dtype)``, ``.half()``) leave it as it is: the bytes of a format have no other dtype.
 
     Attributes:
-        row_format: how the rows of tokens meet the experts, as in `ExpertWeights`; no state dict has it.
+        input_format: how the rows of tokens meet the experts, as in `ExpertWeights`; no state dict has it.
     """
 
     def __init__(self, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.stored = stored
         self.residency: Residency | None = None
-        self.row_format: RowFormat = "float"
+        self.input_format: InputFormat = "float"
         self.tensors = {name: tensors[name] for name in (*stored.gate_up.names, *stored.down.names)}
         self._build()
 
@@ -171,18 +171,18 @@ class ExpertStore(nn.Module):
     @property
     def layout(self) -> str:
         """The format, whether the tensors are views of files, and that of rows where it is not float."""
-        rows = "" if self.row_format == "float" else f", rows as {self.row_format}"
+        rows = "" if self.input_format == "float" else f", rows as {self.input_format}"
         return f"{self.format}, {'memory-mapped' if self.stored.mapped else 'in memory'}{rows}"
 
-    def set_row_format(self, row_format: RowFormat, operation: str) -> None:
+    def set_input_format(self, input_format: InputFormat, operation: str) -> None:
         """Have rows of tokens meet the experts in this format from now on.
 
         Raises:
             InvalidInputError: not a row format.
             UnsupportedError: rows as int8 and experts that are no integers.
         """
-        check_row_format(row_format, (self.gate_up.format, self.down.format), operation)
-        self.row_format, self._weights = row_format, None
+        check_input_format(input_format, (self.gate_up.format, self.down.format), operation)
+        self.input_format, self._weights = input_format, None
 
     def weights(self, holder: Any) -> ExpertWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
@@ -195,7 +195,7 @@ class ExpertStore(nn.Module):
         now = (*biases, norm)
         if known is None or any(a is not b for a, b in zip(now, _outside(known), strict=True)):
             stored = (self.gate_up, self.down, biases[0], biases[1])
-            known = ExpertWeights(*stored, projections.activation, norm, self.row_format)
+            known = ExpertWeights(*stored, projections.activation, norm, self.input_format)
             self._weights = known
         return known
 

@@ -153,7 +153,7 @@ def load_text_model(
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     with readable, fitting(OPERATION, source):
         how = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
-        stays = not how.changes_nothing or how.activation != "float" or _stays(found, dtype)
+        stays = not how.changes_nothing or how.input_format != "float" or _stays(found, dtype)
         loaded = load(source, how, dtype) if stays else _weights(source, found.config, dtype)
     accelerate(loaded, strategy, projections=how.projections)
     with fitting(OPERATION, source):

@@ -19,8 +19,8 @@ from moestro.experts import Experts
 from moestro.formats import check_shape, find_format
 from moestro.ops.expert_mlp.tuning import parse_strategy
 from moestro.tolerances import ROUNDED_ROWS
-from moestro.types import Routing, RowFormat
-from moestro.weights import check_row_format
+from moestro.types import InputFormat, Routing
+from moestro.weights import check_input_format
 
 ROWS = "/"
 """Between the format of weights and that of rows."""
@@ -60,12 +60,12 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
             fix="Name floating-point dtypes with --dtype.",
         )
     numbers = Numbers(found.name, int(found.bits), found.bits, reference=found.name)
-    row_format: RowFormat = "float"
+    input_format: InputFormat = "float"
     if rows:
-        row_format = ROUNDED[rows]
-        check_row_format(row_format, (found,), "bench layer")
-        numbers = replace(numbers, bound=ROUNDED_ROWS, products=row_format)
-    prepare = partial(_prepare_experts, strategy, format, row_format)
+        input_format = ROUNDED[rows]
+        check_input_format(input_format, (found,), "bench layer")
+        numbers = replace(numbers, bound=ROUNDED_ROWS, products=input_format)
+    prepare = partial(_prepare_experts, strategy, format, input_format)
     return Variant(name, partial(_refuses, format), prepare, own_cost, numbers=numbers)
 
 
@@ -88,8 +88,8 @@ def _prepare_module(strategy: str, layer: Layer) -> Bind:
     return bind_module(layer, accelerate(transformers_module(layer, "eager", k_contiguous(layer)), strategy))
 
 
-def _prepare_experts(strategy: str, format: str, row_format: RowFormat, layer: Layer) -> Bind:
-    experts = Experts.from_weights(replace(layer.in_format(format), row_format=row_format), strategy)
+def _prepare_experts(strategy: str, format: str, input_format: InputFormat, layer: Layer) -> Bind:
+    experts = Experts.from_weights(replace(layer.in_format(format), input_format=input_format), strategy)
 
     def bind(x: Tensor, routing: Routing) -> Call:
         return partial(experts.trusted, x, routing)

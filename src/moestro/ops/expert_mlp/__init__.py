@@ -31,8 +31,8 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
         x: [T, H], float32, bfloat16, float16 or float64, on the device of the weights.
         routing: [T, K].
         weights: E experts of hidden size H, stored in any format. Packed experts are dequantised as they are used, a
-            panel of rows at a time; no whole expert is ever written out. With `row_format="int8"` rows are rounded and
-            integers multiplied (`moestro.reference.round_rows`), in float32 between the products.
+            panel of rows at a time; no whole expert is ever written out. With `input_format="int8"` rows are rounded
+            and integers multiplied (`moestro.reference.round_rows`), in float32 between the products.
         strategy: "auto" (by shape), "grouped", "blockwise" (or "blockwise-64" to set the block size), "selective"
             or "all_experts". All give the same result up to rounding.
 
@@ -135,7 +135,7 @@ def _named_strategy(strategy: str) -> tuple[str, int | None, str]:
 
 
 def _run_plain(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    if weights.row_format != "float" and x.dtype in (torch.bfloat16, torch.float16):
+    if weights.input_format != "float" and x.dtype in (torch.bfloat16, torch.float16):
         return _run_plain(x.float(), routing, weights, strategy).to(x.dtype)
     choice, block_size = resolve_strategy(routing, weights, strategy)
     if routing.expert_ids.numel() == 0:
@@ -204,9 +204,9 @@ def _plain_supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
                 return f"it reads the formats of moestro.formats.FORMATS, and {name} is stored as {form.name}"
             if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
                 return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
-    if weights.row_format != "float" and _wants_gradient((x, routing.routing_weights, *weights.tensors)):
+    if weights.input_format != "float" and _wants_gradient((x, routing.routing_weights, *weights.tensors)):
         return (
-            f"rows rounded to {weights.row_format} have no gradient, and a tensor requires one: "
+            f"rows rounded to {weights.input_format} have no gradient, and a tensor requires one: "
             "call it under torch.no_grad()"
         )
     return "meta tensors hold no values to compute with" if x.device.type == "meta" else None

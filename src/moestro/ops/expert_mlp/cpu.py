@@ -48,7 +48,7 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """What `supports` refuses, as far as a look at x and the processor tells."""
     kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_integers}
-    rows = kinds.get(weights.row_format, False)
+    rows = kinds.get(weights.input_format, False)
     return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
 
 
@@ -57,16 +57,16 @@ def takes_pairs(name: str, x: Tensor, weights: ExpertWeights) -> bool:
     isa = next((isa for isa in native.ISAS if name == f"cpu-{isa.name}"), native.ABSENT)
     elements = {weights.gate_up.format.element, weights.down.format.element}
     columns = max(weights.hidden_size, weights.intermediate_size)
-    if x.dtype == torch.float32 or weights.row_format != "float" or torch.are_deterministic_algorithms_enabled():
+    if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
         return False
     return isa.multiplies_pairs and elements <= _INTEGERS and columns <= _MOST_ROUNDED_COLUMNS
 
 
 def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
-    if weights.row_format == "float":
+    if weights.input_format == "float":
         return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
-    if weights.row_format != "int8":
-        return f"it multiplies rows of floats or int8, and these are to be rounded to {weights.row_format}"
+    if weights.input_format != "int8":
+        return f"it multiplies rows of floats or int8, and these are to be rounded to {weights.input_format}"
     if not isa.multiplies_integers:
         return "it multiplies rows of floats only, and these are to be rounded to int8"
     columns = max(weights.hidden_size, weights.intermediate_size)
@@ -157,7 +157,7 @@ def run(
         (_bias(biases[0]), _bias(biases[1])),
         _activation(weights.activation),
         (out.data_ptr(), _FLOATS[x.dtype]),
-        weights.row_format == "int8",
+        weights.input_format == "int8",
     )
     return out
 

@@ -39,10 +39,10 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
         )
     gate_up, down = list(weights.gate_up.tensors), list(weights.down.tensors)
     layout = f"{write_layout(weights.gate_up)}|{write_layout(weights.down)}"
-    if weights.row_format != "float":
-        layout = f"{layout}|{weights.row_format}"
+    if weights.input_format != "float":
+        layout = f"{layout}|{weights.input_format}"
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
-            raise _rounded(weights.row_format)
+            raise _rounded(weights.input_format)
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     node = (
@@ -86,10 +86,10 @@ def _untrained(layout: str) -> UnsupportedError:
     )
 
 
-def _rounded(row_format: str) -> UnsupportedError:
+def _rounded(input_format: str) -> UnsupportedError:
     return unsupported(
         "expert_mlp",
-        got=f"torch.compile with rows as {row_format}, and a tensor that requires a gradient",
+        got=f"torch.compile with rows as {input_format}, and a tensor that requires a gradient",
         needs="no gradient, which rounding does not have",
         fix="Call it under torch.no_grad(), or leave rows as float.",
     )
@@ -131,8 +131,8 @@ def _weights(
     activation, layout = words
     first, last, *rows = layout.split("|")
     stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
-    row_format: Any = rows[0] if rows else "float"
-    return ExpertWeights(*stored, *biases, Activation.decode(activation), row_format=row_format)
+    input_format: Any = rows[0] if rows else "float"
+    return ExpertWeights(*stored, *biases, Activation.decode(activation), input_format=input_format)
 
 
 def _expert_mlp_node(

@@ -41,8 +41,8 @@ class Batch(NamedTuple):
 def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
     """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
     first, last = weights.gate_up, weights.down
-    if weights.row_format != "float":
-        to = weights.row_format
+    if weights.input_format != "float":
+        to = weights.input_format
         h = rounded_spans(rows, first, spans, to)
         return _after(rows, weights, spans, h, lambda a: rounded_spans(a, last, spans, to, out))
     wide = compute_dtype(rows, weights)

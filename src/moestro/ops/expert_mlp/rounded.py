@@ -14,7 +14,7 @@ from moestro.formats import PackedTensor, StoredExperts, floats, integers
 from moestro.ops.expert_mlp.matmul import Span
 from moestro.ops.expert_mlp.tuning import panel_rows
 from moestro.reference import round_rows, round_rows_e4m3
-from moestro.types import RowFormat
+from moestro.types import InputFormat
 
 _EXACT_COLUMNS = 1024
 """So many products of two signed bytes add up to less than 2 ** 24, below which float32 holds every integer."""
@@ -24,7 +24,7 @@ _SUMS = 1 << 20
 
 
 def rounded_spans(
-    x: Tensor, stored: StoredExperts, spans: Sequence[Span], rows: RowFormat, out: Tensor | None = None
+    x: Tensor, stored: StoredExperts, spans: Sequence[Span], rows: InputFormat, out: Tensor | None = None
 ) -> Tensor:
     """Each span's rows of x [n, K], rounded to `rows`, times its expert's matrix -> [n, N] in the dtype of x; written
     to `out` if given. The spans cover x in order."""

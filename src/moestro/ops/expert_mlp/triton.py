@@ -92,11 +92,11 @@ def _is_words(data: Tensor) -> bool:
 
 def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
     """Why these kernels do not multiply rows rounded as the weights ask; None if they do."""
-    if weights.row_format == "int8":
+    if weights.input_format == "int8":
         for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
             if form.element != "int8":
                 return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
-    if weights.row_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
+    if weights.input_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
         return f"the tensor cores of {x.device} do not multiply 8-bit floats, those of capability 8.9 and later do"
     return None
 
@@ -140,8 +140,8 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
 
 def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
     """What rows like x are multiplied in, and, unless they are rounded, what stands between the two products."""
-    if weights.row_format != "float":
-        return _ROUNDED[weights.row_format]
+    if weights.input_format != "float":
+        return _ROUNDED[weights.input_format]
     return torch.promote_types(_computed_in(x, weights.gate_up.format), _computed_in(x, weights.down.format))
 
 

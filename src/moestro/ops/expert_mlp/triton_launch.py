@@ -133,7 +133,7 @@ def _kept(
             of_layer.clear()
         gate_up = _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation))
         down = _described(weights.down, weights.down_bias, how.down, (dtype, None))
-        kinds = (_kind(gate_up), _kind(down), weights.row_format, weights.activation.code)
+        kinds = (_kind(gate_up), _kind(down), weights.input_format, weights.activation.code)
         alike = (*key, kinds, given[0].shape[1], given[0].device, dtype)
         kept = _Kept(how, gate_up, down, _launches(alike, weights, given), _roundings(weights))
         if _is_described(weights):
@@ -192,10 +192,10 @@ def _made(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, .
 
 
 def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, ...]:
-    if weights.row_format == "float":
+    if weights.input_format == "float":
         return ()
     return tuple(
-        triton_rows.Rounding(weights.row_format, stored.num_columns, stored.format.scaling.columns)
+        triton_rows.Rounding(weights.input_format, stored.num_columns, stored.format.scaling.columns)
         for stored in (weights.gate_up, weights.down)
         if stored.format.scaling is not None
     )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moestro.ops.gpu import Launch
-from moestro.types import RowFormat
+from moestro.types import InputFormat
 
 _BLOCK = 1024
 _CODES = {"int8": torch.int8, "fp8-e4m3": torch.uint8}
@@ -29,7 +29,7 @@ class Rounding:
         launch: of a program for each row.
     """
 
-    def __init__(self, to: RowFormat, size: int, columns: int) -> None:
+    def __init__(self, to: InputFormat, size: int, columns: int) -> None:
         self._dtype, self.size = _CODES[to], size
         self.count = -(-size // columns) if columns else 1
         values: dict[str, Any] = {"E4M3": to == "fp8-e4m3", "COLUMNS": columns, "BLOCK": columns or _BLOCK}
