@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "elements.h"
+
 namespace moestro {
 
 // The i-th value of an array that may lie at any address.
@@ -13,7 +15,7 @@ template <class T> inline T value_at(const void* array, int64_t i) {
     return value;
 }
 
-enum class Real : int { f32, f16, bf16, f64 };
+constexpr int64_t kMostScores = 1 << 16;  // of a row
 
 // Scores [T, E]; columns are contiguous, rows `stride` elements apart.
 struct Scores {
@@ -33,6 +35,8 @@ struct GroupLimit {
 };
 
 enum class Score : int { softmax, sigmoid };
+constexpr const char* kScores[] = {"softmax", "sigmoid"};
+constexpr int kNumScores = 2;
 
 // From logits to a choice of experts and their weights.
 struct Router {

@@ -7,6 +7,7 @@ scores that round to the same number are tied, the two may choose differently.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,22 +16,32 @@ from moestro.ops import _select, native, topk
 from moestro.routing.scoring import Scoring
 from moestro.types import Routing
 
-_SCORES = {"softmax": 0, "sigmoid": 1}
-_NO_GROUPS = (1, 1, 1, 0.0)
-
-_Numbers = tuple[int, bool, bool, float, float, float, float]
 _Groups = tuple[int, int, int, float]
 
 
 @functools.lru_cache(maxsize=256)
-def _numbers(scoring: Scoring) -> _Numbers | None:
+def _router(scoring: Scoring) -> Any:
     """The scoring as the engine takes it, or None for one that it does not have."""
-    plain = scoring.score in _SCORES and scoring.logit_softcap is None and not scoring.shared_experts
+    plain = scoring.score in native.SCORES and scoring.logit_softcap is None and not scoring.shared_experts
     if not plain or not isinstance(scoring.renormalize, bool):
         return None
-    logits = scoring.select_on == "logits"
-    factors = (scoring.epsilon, scoring.floor, scoring.scale, scoring.logit_scale)
-    return (_SCORES[scoring.score], logits, scoring.renormalize, *factors)
+    assert native.module is not None
+    return native.module.Router(
+        score=native.SCORES[scoring.score],
+        select_on_logits=scoring.select_on == "logits",
+        renormalize=scoring.renormalize,
+        epsilon=scoring.epsilon,
+        floor=scoring.floor,
+        scale=scoring.scale,
+        logit_scale=scoring.logit_scale,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _limit(groups: _Groups) -> Any:
+    num_groups, top_groups, best, excluded = groups
+    assert native.module is not None
+    return native.module.Groups(num_groups=num_groups, top_groups=top_groups, best=best, excluded=excluded)
 
 
 def route(
@@ -47,8 +58,8 @@ def route(
     """
     if torch.compiler.is_compiling():
         return None
-    numbers = _numbers(scoring)
-    if numbers is None or not _readable(logits, top_k, correction):
+    router = _router(scoring)
+    if router is None or not _readable(logits, top_k, correction):
         return None
     engine = native.module
     assert engine is not None
@@ -58,12 +69,16 @@ def route(
     ids = native.empty(num_tokens, top_k, torch.int64)
     weights = native.empty(num_tokens, top_k, torch.float32)
     good = engine.route(
-        (logits.data_ptr(), 0, num_tokens, num_experts, logits.stride(0)),
+        router,
+        None if groups is None else _limit(groups),
+        logits.data_ptr(),
+        num_tokens,
+        num_experts,
+        logits.stride(0),
         top_k,
-        numbers,
         0 if correction is None else correction.data_ptr(),
-        groups or _NO_GROUPS,
-        (ids.data_ptr(), weights.data_ptr()),
+        ids.data_ptr(),
+        weights.data_ptr(),
         torch.get_num_threads(),
     )
     return Routing.unchecked(ids, weights, scoring.weight_on) if good else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Collection, Iterator
 from itertools import chain
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -19,15 +20,8 @@ from moestro.ops.expert_mlp.described import Description, described
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
-_FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5, "tanh": 6, "identity": 7}
-_NONE = (0, 0, 0)
-_INTEGERS = {"int8", "e2m1", "int4", "uint4"}
-_MOST_SLOTS = 256
-_MOST_ROUNDED_COLUMNS = 1 << 17
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _PIECES = contextvars.ContextVar("pieces", default=0)
-TOKEN_BLOCK = 96
-"""Token rows that meet a range of weights before the next rows do; "blockwise-N" sets fewer."""
 
 
 def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
@@ -47,7 +41,7 @@ def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeight
 
 def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """What `supports` refuses, as far as a look at x and the processor tells."""
-    kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_integers}
+    kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_int8}
     rows = kinds.get(weights.input_format, False)
     return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
 
@@ -59,7 +53,8 @@ def takes_pairs(name: str, x: Tensor, weights: ExpertWeights) -> bool:
     columns = max(weights.hidden_size, weights.intermediate_size)
     if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
         return False
-    return isa.multiplies_pairs and elements <= _INTEGERS and columns <= _MOST_ROUNDED_COLUMNS
+    integers = isa.multiplies_int8_residual and elements <= set(native.INTEGERS)
+    return integers and columns <= native.LIMITS["most_int8_columns"]
 
 
 def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
@@ -67,12 +62,15 @@ def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
         return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
     if weights.input_format != "int8":
         return f"it multiplies rows of floats or int8, and these are to be rounded to {weights.input_format}"
-    if not isa.multiplies_integers:
+    if not isa.multiplies_int8:
         return "it multiplies rows of floats only, and these are to be rounded to int8"
     columns = max(weights.hidden_size, weights.intermediate_size)
-    if columns > _MOST_ROUNDED_COLUMNS:
-        return f"it adds products of int8 in 32 bits, {_MOST_ROUNDED_COLUMNS} of a row at most, and here are {columns}"
-    return None
+    most = native.LIMITS["most_int8_columns"]
+    return (
+        None
+        if columns <= most
+        else f"it adds products of int8 in 32 bits, {most} of a row at most, and here are {columns}"
+    )
 
 
 def _dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
@@ -124,8 +122,9 @@ def _no_tensors(
 def _no_layer(routing: Routing, weights: ExpertWeights, stored: tuple[Description, Description]) -> str | None:
     if weights.activation.kind == "custom" or weights.output_norm is not None:
         return "it cannot call a Python function, and the activation or the output norm is one"
-    if routing.top_k > _MOST_SLOTS:
-        return f"it takes at most {_MOST_SLOTS} slots a token, not {routing.top_k}"
+    most = native.LIMITS["most_slots"]
+    if routing.top_k > most:
+        return f"it takes at most {most} slots a token, not {routing.top_k}"
     for name, description in zip(("gate_up", "down"), stored, strict=True):
         if description.reason is not None:
             return description.reason.format(name=name)
@@ -136,8 +135,6 @@ def run(
     isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]
 ) -> Tensor:
     """`expert_mlp` for arguments that `supports` has passed."""
-    engine = native.module
-    assert engine is not None
     x = _rows(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
@@ -145,21 +142,59 @@ def run(
     name, block = strategy
     all_experts = name == "all_experts"
     gate_up, down = _descriptions(weights, _used(ids, weights, all_experts))
-    engine.expert_mlp(
+    prepared = _prepared(
         isa.index,
-        torch.get_num_threads(),
-        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled(), _PIECES.get()),
-        (x.shape[0], routing.top_k, weights.num_experts),
-        (x.data_ptr(), _FLOATS[x.dtype], x.stride(0)),
-        (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),
-        gate_up.handle,
-        down.handle,
+        (gate_up.handle, down.handle),
         (_bias(biases[0]), _bias(biases[1])),
-        _activation(weights.activation),
-        (out.data_ptr(), _FLOATS[x.dtype]),
-        weights.input_format == "int8",
+        weights.activation,
+        (weights.num_experts, routing.top_k, x.dtype, ids.dtype, routing.weight_on == "input", weights.input_format),
+        (all_experts, torch.are_deterministic_algorithms_enabled(), block, _PIECES.get()),
     )
+    addresses = ids.data_ptr(), w.data_ptr(), out.data_ptr()
+    prepared.run(torch.get_num_threads(), x.shape[0], x.data_ptr(), x.stride(0), *addresses)
     return out
+
+
+_Bias = tuple[int, torch.dtype, int]
+_Sizes = tuple[int, int, torch.dtype, torch.dtype, bool, str]
+
+
+@functools.lru_cache(maxsize=512)
+def _prepared(
+    isa: int,
+    handles: tuple[Any, Any],
+    biases: tuple[_Bias | None, _Bias | None],
+    activation: Activation,
+    sizes: _Sizes,
+    walk: tuple[bool, bool, int | None, int],
+) -> Any:
+    """What of a call does not change from one to the next, as the engine has checked it."""
+    engine = native.module
+    assert engine is not None
+    arrays = [None if b is None else engine.Array(b[0], native.FLOATS[b[1]], b[2]) for b in biases]
+    num_experts, top_k, dtype, id_dtype, weight_on_input, input_format = sizes
+    all_experts, same_bits, block, pieces = walk
+    a = activation
+    kind = native.ACTIVATIONS[a.kind]
+    return engine.ExpertMlp(
+        isa=isa,
+        gate_up=handles[0],
+        down=handles[1],
+        gate_up_bias=arrays[0],
+        down_bias=arrays[1],
+        activation=engine.Activation(kind, a.gated, a.interleaved, a.alpha, a.limit, a.up_offset),
+        num_experts=num_experts,
+        top_k=top_k,
+        x_dtype=native.FLOATS[dtype],
+        out_dtype=native.FLOATS[dtype],
+        ids_are_64_bit=id_dtype == torch.int64,
+        weight_on_input=weight_on_input,
+        int8_input=input_format == "int8",
+        all_experts=all_experts,
+        same_bits=same_bits,
+        token_block=block or native.LIMITS["token_block"],
+        pieces=pieces,
+    )
 
 
 @contextlib.contextmanager
@@ -175,11 +210,6 @@ def cut_into(pieces: int) -> Iterator[None]:
         _PIECES.reset(token)
 
 
-def _activation(a: Activation) -> tuple[int, bool, bool, bool, float, float, float]:
-    limit = 0.0 if a.limit is None else a.limit
-    return _KINDS[a.kind], a.gated, a.interleaved, a.limit is not None, a.alpha, limit, a.up_offset
-
-
 @overload
 def _rows(t: Tensor) -> Tensor: ...
 @overload
@@ -189,10 +219,8 @@ def _rows(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
-def _bias(bias: Tensor | None) -> tuple[int, int, int]:
-    if bias is None:
-        return _NONE
-    return bias.data_ptr(), _FLOATS[bias.dtype], bias.stride(0)
+def _bias(bias: Tensor | None) -> _Bias | None:
+    return None if bias is None else (bias.data_ptr(), bias.dtype, bias.stride(0))
 
 
 def _used(ids: Tensor, weights: ExpertWeights, all_experts: bool = False) -> Collection[int]:

@@ -18,12 +18,9 @@ from moestro import formats
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import native
 
-_ELEMENTS = {
-    "float32": 0, "float16": 1, "bfloat16": 2, "e4m3": 3, "int8": 4, "e2m1": 5, "int4": 6, "uint4": 7,
-}  # fmt: skip
 _SCALES = {
-    torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4, torch.float8_e8m0fnu: 4,
-    torch.float8_e4m3fn: 5,
+    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.uint8: "e8m0",
+    torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3",
 }  # fmt: skip
 
 
@@ -76,8 +73,7 @@ class _Apart(Description):
         empty = 0 in stored.shape
         there = [e for e, addresses in enumerate(self._addresses) if empty or all(addresses)]
         addresses = [_addresses(matrix) for e in there for matrix in stored.matrices[e]]
-        assert native.module is not None
-        native.module.use_table(made, len(stored.matrices), len(first), there, addresses)
+        made.use_table(num_experts=len(stored.matrices), num_blocks=len(first), experts=there, matrices=addresses)
         return made
 
     def stands(self, used: Collection[int]) -> bool:
@@ -101,7 +97,7 @@ def described(stored: StoredExperts, used: Collection[int]) -> Description:
 
 def _reason(stored: StoredExperts) -> str | None:
     form = stored.format
-    if form.element not in _ELEMENTS or formats.FORMATS.get(form.name) != form:
+    if form.element not in native.ELEMENTS or formats.FORMATS.get(form.name) != form:
         return f"it does not read {form.name}, in which {{name}} is stored"
     matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
     if any(
@@ -131,13 +127,18 @@ def _stack(stored: PackedTensor, num_rows: int, form: WeightFormat) -> Any:
     assert native.module is not None
     size = data.element_size()
     is_stack = data.dim() == 3
-    return native.module.stacked(
-        (_ELEMENTS[form.element], 0 if scales is None else _SCALES[scales.dtype]),
-        (num_rows, stored.shape[-1]),
-        (1, 0) if scaling is None else (scaling.rows, scaling.columns),
-        (data.stride(-2) * size, _bytes(scales, -2), _bytes(zeros, -2)),
-        _addresses(stored),
-        (data.stride(0) * size, _bytes(scales, 0), _bytes(zeros, 0), _bytes(stored.global_scales, 0))
+    return native.module.Stored(
+        element=native.ELEMENTS[form.element],
+        scale=native.SCALES["none" if scales is None else _SCALES[scales.dtype]],
+        rows=num_rows,
+        columns=stored.shape[-1],
+        group_rows=1 if scaling is None else scaling.rows,
+        group_columns=0 if scaling is None else scaling.columns,
+        row_stride=data.stride(-2) * size,
+        scale_row_stride=_bytes(scales, -2),
+        zero_row_stride=_bytes(zeros, -2),
+        base=_addresses(stored),
+        step=(data.stride(0) * size, _bytes(scales, 0), _bytes(zeros, 0), _bytes(stored.global_scales, 0))
         if is_stack
         else (0, 0, 0, 0),
     )

@@ -14,9 +14,10 @@ from moestro.ops.grouping.records import BlockSchedule, Grouping
 def supports(expert_ids: Tensor, num_experts: int) -> str | None:
     """None, or the sentence why the engine cannot order these ids."""
     reason = native.unreadable(expert_ids)
-    if reason is None and num_experts > native.MOST_EXPERTS:
-        return f"it orders by at most {native.MOST_EXPERTS} experts, not {num_experts}"
-    return reason
+    if reason is not None:
+        return reason
+    most = native.LIMITS["most_experts"]
+    return None if num_experts <= most else f"it orders by at most {most} experts, not {num_experts}"
 
 
 def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
@@ -24,9 +25,9 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
     ids = expert_ids.contiguous()
     sizes = (ids.numel(), ids.numel(), num_experts + 1, ids.numel())
     found = Grouping(*(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes))
-    places = tuple(t.data_ptr() for t in (found.token_ids, found.slots, found.offsets, found.inverse))
+    addresses = tuple(t.data_ptr() for t in (found.token_ids, found.slots, found.offsets, found.inverse))
     assert native.module is not None
-    if not native.module.group(_slots(ids, num_experts), places, torch.get_num_threads()):
+    if not native.module.group(*_slots(ids, num_experts), *addresses, torch.get_num_threads()):
         check_range("group_by_expert", ids, num_experts)
     return found
 
@@ -37,9 +38,9 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     num_blocks = block_bound(ids.numel(), num_experts, block_size)
     sizes = ((num_blocks,), (num_blocks, block_size), tuple(ids.shape), (num_experts,))
     found = BlockSchedule(*(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes))
-    places = tuple(t.data_ptr() for t in (found.block_experts, found.pair_ids, found.scatter_index, found.counts))
+    addresses = tuple(t.data_ptr() for t in (found.block_experts, found.pair_ids, found.scatter_index, found.counts))
     assert native.module is not None
-    if not native.module.schedule(_slots(ids, num_experts), (num_blocks, block_size), places):
+    if not native.module.schedule(*_slots(ids, num_experts), num_blocks, block_size, *addresses):
         check_range("block_schedule", ids, num_experts)
     return found
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from moestro.ops import native
 from moestro.ops.projection import tuning
 
-_FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supports(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -17,13 +17,13 @@ def supports(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if reason is not None:
         return reason
     if not isa.multiplies_floats:
-        return "it multiplies rows as int8 only"
+        return "it multiplies int8 only"
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for t in tensors:
         reason = native.unreadable(t)
         if reason is not None:
             return reason
-        if t.dtype not in _FLOATS or (isa.multiplies_bfloat16 and t.dtype is not torch.bfloat16):
+        if t.dtype not in _DTYPES or (isa.multiplies_bfloat16 and t.dtype is not torch.bfloat16):
             return (
                 f"it multiplies {'bfloat16' if isa.multiplies_bfloat16 else 'floats of 16 and 32 bits'}, not {t.dtype}"
             )
@@ -40,23 +40,22 @@ def run(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     assert engine is not None
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    dtype = _FLOATS[x.dtype]
+    dtype = native.FLOATS[x.dtype]
     out = native.empty(x.shape[0], weight.shape[0], x.dtype)
-    stored = engine.stacked(
-        (dtype, 0),
-        tuple(weight.shape),
-        (1, 0),
-        (weight.stride(0) * weight.element_size(), 0, 0),
-        (weight.data_ptr(), 0, 0, 0),
-        (0, 0, 0, 0),
+    stored = engine.Stored(
+        element=native.ELEMENTS[str(x.dtype).removeprefix("torch.")],
+        scale=native.SCALES["none"],
+        rows=weight.shape[0],
+        columns=weight.shape[1],
+        row_stride=weight.stride(0) * weight.element_size(),
+        base=(weight.data_ptr(), 0, 0, 0),
     )
-    engine.project(
-        isa.index,
-        torch.get_num_threads(),
-        x.shape[0],
-        (x.data_ptr(), dtype, x.stride(0)),
-        stored,
-        (0, 0, 0) if bias is None else (bias.data_ptr(), dtype, 0),
-        (out.data_ptr(), dtype),
+    linear = engine.Linear(
+        isa=isa.index,
+        weights=stored,
+        bias=None if bias is None else engine.Array(bias.data_ptr(), dtype, 0),
+        x_dtype=dtype,
+        out_dtype=dtype,
     )
+    linear.run(torch.get_num_threads(), x.shape[0], x.data_ptr(), x.stride(0), out.data_ptr())
     return out

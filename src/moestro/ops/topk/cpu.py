@@ -7,18 +7,15 @@ from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import native
-from moestro.ops.topk.plain import MAX_EXPERTS
-
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
-"""What the engine calls the dtypes of scores."""
 
 
 def supports(scores: Tensor, k: int) -> str | None:
     """None, or the sentence why the engine cannot rank these scores."""
     reason = native.unreadable(scores)
-    if reason is None and scores.shape[-1] > MAX_EXPERTS:
-        return f"it ranks at most {MAX_EXPERTS} scores a token, not {scores.shape[-1]}"
-    return reason
+    if reason is not None:
+        return reason
+    most = native.LIMITS["most_scores"]
+    return None if scores.shape[-1] <= most else f"it ranks at most {most} scores a token, not {scores.shape[-1]}"
 
 
 def find(scores: Tensor, k: int) -> Tensor | None:
@@ -28,8 +25,17 @@ def find(scores: Tensor, k: int) -> Tensor | None:
     scores = rows(scores)
     num_tokens, num_experts = scores.shape
     found = native.empty(num_tokens, k, torch.int64)
-    lie = (scores.data_ptr(), DTYPES[scores.dtype], num_tokens, num_experts, scores.stride(0))
-    return found if engine.topk(lie, k, found.data_ptr(), torch.get_num_threads()) else None
+    ranked = engine.topk(
+        scores.data_ptr(),
+        native.FLOATS[scores.dtype],
+        num_tokens,
+        num_experts,
+        scores.stride(0),
+        k,
+        found.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return found if ranked else None
 
 
 def rows(scores: Tensor) -> Tensor:
