@@ -12,11 +12,19 @@ from moestro import reference
 from moestro.bench.layers import LAYERS, expected_output, inputs, make_layer
 from moestro.bench.ops import OpBenchmark, OpCase
 from moestro.bench.peers import ours
-from moestro.ops import _select, grouping
+from moestro.ops import grouping
+from moestro.ops.dispatch import Operation, Prepared, candidates
 from moestro.ops.expert_mlp import tuning
+from moestro.ops.projection import PROJECTION
 from moestro.ops.projection.reference import projection as reference_projection
+from moestro.ops.topk import TOPK
 
 INPUTS = 4
+
+
+def prepared_calls(operation: Operation, *arguments: object) -> dict[str, Prepared]:
+    """What every implementation that can would run."""
+    return {name: found for name, found in candidates(operation, *arguments).items() if isinstance(found, Prepared)}
 
 
 def topk(T: int, E: int, k: int) -> OpCase:
@@ -25,10 +33,9 @@ def topk(T: int, E: int, k: int) -> OpCase:
     scores = [torch.rand(T, E, generator=generator).argsort(-1).float() for _ in range(INPUTS)]
     calls = {"torch.topk": [partial(torch.topk, s, k) for s in scores]}
     outputs = {"torch.topk": lambda: (torch.topk(scores[0], k).indices,)}
-    for entry in _select.implementations("topk"):
-        if entry.supports(scores[0], k) is None:
-            calls[entry.name] = [partial(entry.call, s, k) for s in scores]
-            outputs[entry.name] = lambda entry=entry: (entry.call(scores[0], k),)
+    for name, prepared in prepared_calls(TOPK, scores[0], k).items():
+        calls[name] = [partial(prepared, s, k) for s in scores]
+        outputs[name] = lambda prepared=prepared: (prepared(scores[0], k),)
     return OpCase(f"T={T} E={E} k={k}", calls, outputs, (reference.topk(scores[0], k),))
 
 
@@ -47,16 +54,15 @@ def grouping_by_expert(T: int, E: int, K: int, B: int) -> OpCase:
         pairs = schedule.pair_ids.flatten()
         return pairs[pairs >= 0], schedule.counts.cumsum(0)
 
-    def rows_of(entry: _select.Implementation) -> tuple[Tensor, Tensor]:
-        found = entry.call(ids[0], E)
+    def rows_of(prepared: Prepared) -> tuple[Tensor, Tensor]:
+        found = prepared(ids[0], E)
         return found.token_ids * K + found.slots, found.offsets[1:]
 
     calls = {"sort and bincount": [partial(by_hand, i) for i in ids]}
     outputs = {"sort and bincount": partial(by_hand, ids[0])}
-    for entry in _select.implementations("grouping"):
-        if entry.supports(ids[0], E) is None:
-            calls[entry.name] = [partial(entry.call, i, E) for i in ids]
-            outputs[entry.name] = partial(rows_of, entry)
+    for name, prepared in prepared_calls(grouping.GROUPING, ids[0], E).items():
+        calls[name] = [partial(prepared, i, E) for i in ids]
+        outputs[name] = partial(rows_of, prepared)
     calls[f"block_schedule-{B}"] = [partial(grouping.block_schedule, i, E, B) for i in ids]
     outputs[f"block_schedule-{B}"] = rows_of_blocks
     tokens, slots, offsets = reference.group_by_expert(ids[0], E)
@@ -85,10 +91,10 @@ def projection(T: int, N: int, K: int) -> OpCase:
     calls = {"linear": [partial(torch.nn.functional.linear, x, w) for w in weights]}
     outputs = {"linear": lambda: (torch.nn.functional.linear(x, weights[0]),)}
     with torch.no_grad():
-        for entry in _select.implementations("projection"):
-            if entry.supports(x, weights[0], None) is None and entry.name not in ("torch", "reference"):
-                calls[entry.name] = [partial(entry.call, x, w, None) for w in weights]
-                outputs[entry.name] = lambda entry=entry: (entry.call(x, weights[0], None),)
+        each = [prepared_calls(PROJECTION, x, w, None) for w in weights]
+        for name in each[0].keys() - {"torch", "reference"}:
+            calls[name] = [partial(own[name], x, w, None) for own, w in zip(each, weights, strict=True)]
+            outputs[name] = lambda name=name: (each[0][name](x, weights[0], None),)
     return OpCase(f"T={T} N={N} K={K}", calls, outputs, (reference_projection(x, weights[0], None),))
 
 

@@ -32,11 +32,11 @@ def test_every_operation_is_benchmarked() -> None:
 
 def test_every_operation_is_registered() -> None:
     import moestro  # noqa: F401  (importing it registers them)
-    from moestro.ops import _select
+    from moestro.ops import dispatch
 
-    assert _select.operations() == OPS
-    for op in OPS:
-        names = [entry.name for entry in _select.implementations(op)]
+    assert {op.name for op in dispatch.operations()} == {*OPS, "route"}  # routers stand above the operations
+    for op in dispatch.operations():
+        names = [entry.name for entry in op.implementations]
         assert len(set(names)) == len(names)
         assert names
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import moestro
 from moestro.cli import app
 from moestro.hf.generate import _observed
-from moestro.ops import _select
+from moestro.ops import dispatch
 from moestro.ops.native import ISAS
 
 PROMPT = "class Queue:"
@@ -322,14 +322,11 @@ def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.Monk
 
 
 def test_overlapping_watchers_leave_nothing_behind() -> None:
-    plain, seen = _select.implementations("expert_mlp"), []
+    seen: list[object] = []
     first, second = _observed(seen.append), _observed(seen.append)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert _select.implementations("expert_mlp") != plain
-    second.__exit__(None, None, None)
-    assert _select.implementations("expert_mlp") == plain
+    with first, second:
+        assert len(dispatch._OBSERVERS.get()) == 2
+    assert dispatch._OBSERVERS.get() == ()
 
 
 def test_help_loads_no_library() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from typer.testing import CliRunner, Result
 from moestro import machine
 from moestro.cli import app
 from moestro.machine import Roof
-from moestro.ops import _select
+from moestro.ops import dispatch
+from moestro.ops.topk import TOPK
 
 
 @pytest.fixture
@@ -38,15 +40,15 @@ def test_json() -> None:
 def test_every_implementation_is_listed_in_order() -> None:
     found = json.loads(run("--json").stdout)["implementations"]
     assert {op: [e["name"] for e in entries] for op, entries in found.items()} == {
-        op: [e.name for e in _select.implementations(op)] for op in _select.operations()
+        op.name: [e.name for e in op.implementations] for op in dispatch.operations()
     }
     assert {"name": "torch", "reason": None} in found["expert_mlp"]
 
 
 def test_a_reason_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = _select.implementations("topk")
-    never = _select.Implementation("never", lambda scores, k: "it is Sunday", entries[0].call)
-    monkeypatch.setitem(_select._LISTS, "topk", [never, *entries])
+    never = dispatch.Implementation("never", lambda scores, k: "it is Sunday")
+    operation = replace(TOPK, implementations=(never, *TOPK.implementations))
+    monkeypatch.setitem(dispatch._OPERATIONS, "topk", operation)
     assert json.loads(run("--json").stdout)["implementations"]["topk"][0] == {"name": "never", "reason": "it is Sunday"}
     assert "it is Sunday" in run().stdout
 

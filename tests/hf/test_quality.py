@@ -22,7 +22,7 @@ from moestro.formats import FORMATS, dequantize, quantize
 from moestro.hf.corpus import read_corpus
 from moestro.hf.quality import Options, Variant, measure, variants
 from moestro.hf.text_model import bundled_folder
-from moestro.ops import _select
+from moestro.ops import dispatch
 from source import ROOT
 from tolerances import assert_close
 
@@ -151,11 +151,10 @@ def test_the_baseline_itself_costs_nothing(folder: Path, text: Path) -> None:
 
 
 def test_two_runs_give_the_same_numbers_and_leave_nothing_behind(folder: Path, text: Path) -> None:
-    before = _select.implementations("expert_mlp")
     wanted = variants(["mxfp4", "bf16"], ["nearest", "mse"])
     one, again = (measure(folder, wanted, Options(text=text, dtype="bfloat16")) for _ in range(2))
     assert [asdict(row.change) for row in one.rows] == [asdict(row.change) for row in again.rows]  # type: ignore[arg-type]
-    assert _select.implementations("expert_mlp") == before
+    assert dispatch._OBSERVERS.get() == ()
     assert {row.stored.dtype for row in one.rows if row.stored} == {"bfloat16"}
     assert one.baseline.dtype == "float32"
 

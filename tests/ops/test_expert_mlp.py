@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.formats import PackedTensor, WeightFormat
-from moestro.ops import _select
+from moestro.ops import dispatch, expert_mlp
 from moestro.ops.expert_mlp import matmul as mm
 from moestro.ops.expert_mlp import plain, tuning
 from moestro.ops.native import ISAS
@@ -65,7 +66,7 @@ def test_every_dtype(dtype, strategy, activation, num_tokens):
 RUNNING = {f"cpu-{isa.name}" for isa in ISAS if isa.runs_here and isa.multiplies_floats}
 
 # those of Triton are interpreted, and have tests of their own at smaller sizes
-IMPLEMENTATIONS = [i.name for i in _select.implementations("expert_mlp") if i.name != "triton"]
+IMPLEMENTATIONS = [i.name for i in expert_mlp.EXPERT_MLP.implementations if i.name != "triton"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -366,12 +367,15 @@ def test_a_forced_entry_runs_and_a_missing_one_is_an_error(monkeypatch):
     sizes = problems.Sizes(3, 4, 3, 2, 1)
     arguments = (torch.randn(3, 4), problems.routing(sizes), problems.weights(sizes, Activation(), torch.float32))
     ran = []
-    entries = [
-        _select.Implementation("first", lambda *a: "it cannot do this", lambda *a: ran.append("first")),
-        _select.Implementation("second", lambda *a: None, lambda *a: ran.append("second")),
-        _select.Implementation("third", lambda *a: None, lambda *a: ran.append("third")),
-    ]
-    monkeypatch.setitem(_select._LISTS, "expert_mlp", entries)
+
+    def entry(name):
+        return dispatch.Implementation(name, lambda *a: dispatch.Prepared(name, lambda *a: ran.append(name)))
+
+    first = dispatch.Implementation("first", lambda *a: "it cannot do this")
+    operation = replace(expert_mlp.EXPERT_MLP, implementations=(first, entry("second"), entry("third")))
+    monkeypatch.setattr(expert_mlp, "EXPERT_MLP", operation)
+    monkeypatch.setattr(dispatch, "_KEPT", {})
+    monkeypatch.setitem(dispatch._OPERATIONS, "expert_mlp", operation)
     moestro.expert_mlp(*arguments)
     with moestro.use(implementation="third"):
         moestro.expert_mlp(*arguments)

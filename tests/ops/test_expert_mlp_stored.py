@@ -17,7 +17,7 @@ from moestro import Activation, ExpertWeights, Routing, machine, reference
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.formats import FORMATS, PackedTensor, SplitTensor, dense, quantize
 from moestro.ops.expert_mlp import matmul as mm
-from moestro.ops.expert_mlp import measured_block_size, plain, tuning
+from moestro.ops.expert_mlp import plain, tuning
 from moestro.ops.expert_mlp.stored import joined, panels, product, transposed_product
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
@@ -313,9 +313,9 @@ def test_sizes_follow_from_bits(monkeypatch, name):
     assert tuning.batch_rows(weights.gate_up) == 32
     seen = []
     monkeypatch.setattr(machine, "roof", lambda *a: machine.Roof(1.0, 40.0))
-    monkeypatch.setattr("moestro.ops.expert_mlp.choose_block_size", lambda *a: seen.append(a[-1]) or 16)
+    monkeypatch.setattr("moestro.ops.expert_mlp.plain.choose_block_size", lambda *a: seen.append(a[-1]) or 16)
     check(x, problems.routing(sizes), weights, "blockwise")
-    assert measured_block_size(x, problems.routing(sizes), weights) == 16
+    assert plain.measured_block_size(x, problems.routing(sizes), weights) == 16
     assert seen == [FORMATS[name].bits / 8] * 2
 
 

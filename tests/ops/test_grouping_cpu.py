@@ -97,7 +97,7 @@ def test_what_it_leaves_to_torch():
         (ids, (1 << 20) + 1, "at most 1048576 experts"),
         (ids.to("meta"), 5, "is on meta"),
     ):
-        assert sentence in cpu.supports(argument, num_experts)
+        assert sentence in cpu.prepare(argument, num_experts)
     assert moestro.explain(moestro.group_by_expert, ids, 5).chosen == "cpu-native"
     assert moestro.explain(moestro.group_by_expert, ids.as_subclass(Other), 5).chosen == "torch"
     with moestro.use(implementation="torch"):

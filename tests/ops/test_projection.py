@@ -9,8 +9,7 @@ import torch
 
 import moestro
 from moestro.errors import InvalidInputError, UnsupportedError
-from moestro.ops import _select
-from moestro.ops.projection import projection, reference, tuning
+from moestro.ops.projection import PROJECTION, projection, reference, tuning
 from tolerances import assert_close, bit_equal
 
 from .engines import RUNNING, TILED
@@ -72,7 +71,7 @@ def test_views_nan_and_nothing(isa):
             projection(x, weight.t().contiguous().t())
 
 
-@pytest.mark.parametrize("implementation", [i.name for i in _select.implementations("projection")])
+@pytest.mark.parametrize("implementation", [i.name for i in PROJECTION.implementations])
 def test_gradients_are_those_of_the_formula(implementation):
     x = torch.randn(3, 20, requires_grad=True, dtype=torch.float64)
     weight = torch.randn(7, 20, requires_grad=True, dtype=torch.float64)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 import moestro
 from moestro import reference
 from moestro.errors import InvalidInputError, UnsupportedError
-from moestro.ops import _select
-from moestro.ops.topk import plain, tuning
+from moestro.ops.topk import TOPK, plain, tuning
 from tolerances import bit_equal
 
-IMPLEMENTATIONS = tuple(i.name for i in _select.implementations("topk"))
+IMPLEMENTATIONS = tuple(i.name for i in TOPK.implementations)
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, 1.0, -1.0, 2.0**-130, -(2.0**-130), 3e38, -3e38)
 
 
