@@ -13,7 +13,7 @@ from moestro.ops import native
 from moestro.ops.expert_mlp import cpu
 
 from . import problems
-from .engines import needs_engine, run, stored_weights
+from .engines import TESTS, needs_engine, run, stored_weights
 from .rounding import INTEGER_FORMATS
 from .stored import apart as unstacked
 
@@ -129,6 +129,13 @@ def test_the_table_chooses_by_rows(counted):
     }
 
 
+def test_the_page_has_the_table():
+    """`print(native.kernel_table())` is what docs/reference/engine.md has."""
+    if native.ISAS[0].name != "amx":
+        pytest.skip("the page has the instruction sets of x86-64 with AMX")
+    assert native.kernel_table() in (TESTS.parent / "docs" / "reference" / "engine.md").read_text()
+
+
 def test_linear_has_a_plan_too(counted):
     for isa in ISAS:
         if not isa.multiplies_floats:
@@ -160,7 +167,6 @@ def test_nothing_is_counted_while_nobody_counts():
 @pytest.mark.parametrize("are_64_bit", [True, False])
 def test_ids_that_another_thread_writes_are_never_followed(are_64_bit):
     """Random numbers are written while calls run: each id names an expert or an empty slot, when it was read."""
-    isa = ISAS[0]
     num_tokens, num_experts, hidden = 64, 4, 32
     weight = torch.randn(num_experts, hidden, hidden)
     stored = native.module.Stored(
@@ -174,7 +180,6 @@ def test_ids_that_another_thread_writes_are_never_followed(are_64_bit):
         activation=native.module.Activation(kind, False, False, 1.0, None, 0.0),
         num_experts=num_experts, top_k=2, x_dtype=0, out_dtype=0, ids_are_64_bit=are_64_bit,
     )  # fmt: skip
-    assert isa is not None
     x, w = torch.randn(num_tokens, hidden), torch.ones(num_tokens, 2)
     ids = torch.zeros(num_tokens, 2, dtype=torch.int64 if are_64_bit else torch.int32)
     out = torch.empty(num_tokens, hidden)
