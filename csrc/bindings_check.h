@@ -1,5 +1,5 @@
-// What every binding does with the numbers that Python gives it: an address becomes a pointer, a code an enum, and what is
-// wrong with one an error in words.
+// What every binding does with the numbers that Python gives it: an address becomes a pointer, a code an enum, and what
+// is wrong with one an error in words.
 #pragma once
 
 #include <cstdint>

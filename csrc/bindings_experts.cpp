@@ -1,4 +1,5 @@
-// Python's way to experts: addresses and sizes, checked as far as addresses can be. Tensors are kept alive by the caller.
+// Python's way to experts: addresses and sizes, checked as far as addresses can be. Tensors are kept alive by the
+// caller.
 
 #include "bindings_experts.h"
 
@@ -241,11 +242,12 @@ void bind_stored(nb::module_& m) {
         .def("__init__", &make_activation, "kind"_a, "gated"_a, "interleaved"_a, "alpha"_a, "limit"_a.none(),
              "up_offset"_a);
     nb::class_<FloatArray>(m, "Array")
-        .def("__init__",
-             [](FloatArray* self, uint64_t address, int dtype, int64_t stride) {
-                 new (self) FloatArray{at<void>(address), checked_dtype(dtype), stride};
-             },
-             "address"_a, "dtype"_a, "stride"_a);
+        .def(
+            "__init__",
+            [](FloatArray* self, uint64_t address, int dtype, int64_t stride) {
+                new (self) FloatArray{at<void>(address), checked_dtype(dtype), stride};
+            },
+            "address"_a, "dtype"_a, "stride"_a);
     nb::class_<PlanRecord>(m, "PlanRecord")
         .def_ro("projection", &PlanRecord::projection)
         .def_ro("kernel", &PlanRecord::kernel)

@@ -1,5 +1,5 @@
-// Python's way to top-k, routers and grouping: addresses and sizes, checked as far as addresses can be. Tensors are kept
-// alive by the caller. What a value is wrong with is for Python to say: these functions answer false.
+// Python's way to top-k, routers and grouping: addresses and sizes, checked as far as addresses can be. Tensors are
+// kept alive by the caller. What a value is wrong with is for Python to say: these functions answer false.
 
 #include "bindings_routing.h"
 

@@ -1,4 +1,5 @@
-// The byte part of the vector vocabulary on AVX2: 32 bytes or 8 integers of 32 bits. See bytes_avx512.h for what each does.
+// The byte part of the vector vocabulary on AVX2: 32 bytes or 8 integers of 32 bits. See bytes_avx512.h for what each
+// does.
 #pragma once
 
 #include "vec_avx2.h"
@@ -17,7 +18,9 @@ inline I operator&(I a, I b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline I operator^(I a, I b) { return {_mm256_xor_si256(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {_mm256_sub_epi32(a.v, b.v)}; }
 inline I upper_nibbles(I a) { return {_mm256_srli_epi16(a.v, 4)}; }
-struct Bytes { __m256i table; };
+struct Bytes {
+    __m256i table;
+};
 inline Bytes bytes_table(const uint8_t* sixteen) { return {_mm256_broadcastsi128_si256(sixteen_bytes(sixteen))}; }
 constexpr bool kOneStepLookUp = false;
 inline I look_up(Bytes bytes, I nibbles) { return {_mm256_shuffle_epi8(bytes.table, (nibbles & every_byte(15)).v)}; }
@@ -29,7 +32,9 @@ inline void transpose_lanes(I* r) {
     r[2].v = _mm256_unpacklo_epi64(b, d), r[3].v = _mm256_unpackhi_epi64(b, d);
 }
 
-struct Units { __m256i index; };
+struct Units {
+    __m256i index;
+};
 inline Units units_of(int64_t group, int part) {
     int shift = 4;
     while ((int64_t{1} << shift) < group) ++shift;

@@ -17,8 +17,12 @@ inline I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I operator^(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline I upper_nibbles(I a) { return {_mm512_srli_epi16(a.v, 4)}; }  // beside them, what has to be masked
-struct Bytes { __m512i table; };
-inline Bytes bytes_table(const uint8_t* sixteen) { return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen)))}; }
+struct Bytes {
+    __m512i table;
+};
+inline Bytes bytes_table(const uint8_t* sixteen) {
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen)))};
+}
 // By the lower four bits of each byte, whatever stands above them.
 #if defined(__AVX512VBMI__)
 constexpr bool kOneStepLookUp = true;
@@ -36,8 +40,11 @@ inline void transpose_lanes(I* r) {
     r[2].v = _mm512_unpacklo_epi64(b, d), r[3].v = _mm512_unpackhi_epi64(b, d);
 }
 
-// Lane l is p[(32 * unit + 16 * part) / group] for the unit that lane stands for. Reads 2 * W floats where groups have 16.
-struct Units { __m512i index; };
+// Lane l is p[(32 * unit + 16 * part) / group] for the unit that lane stands for. Reads 2 * W floats where groups have
+// 16.
+struct Units {
+    __m512i index;
+};
 inline Units units_of(int64_t group, int part) {
     int shift = 4;
     while ((int64_t{1} << shift) < group) ++shift;
@@ -46,10 +53,12 @@ inline Units units_of(int64_t group, int part) {
     return {_mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
 }
 inline F of_units(const float* p, Units by) { return {_mm512_permutexvar_ps(by.index, _mm512_loadu_ps(p))}; }
-inline F of_half_units(const float* p, Units by) { return {_mm512_permutex2var_ps(_mm512_loadu_ps(p), by.index, _mm512_loadu_ps(p + W))}; }
+inline F of_half_units(const float* p, Units by) {
+    return {_mm512_permutex2var_ps(_mm512_loadu_ps(p), by.index, _mm512_loadu_ps(p + W))};
+}
 
 inline F to_floats(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline I to_integers(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
+inline I to_integers(F a) { return {_mm512_cvtps_epi32(a.v)}; }           // to nearest, ties to even
 inline I times_pairs(I a, I b) { return {_mm512_madd_epi16(a.v, b.v)}; }  // of 16 bits, the products of two added
 // Four sums of lanes.
 inline void integer_sums(I a, I b, I c, I d, int32_t* out) {
@@ -64,10 +73,12 @@ inline F absolute(F a) { return {_mm512_abs_ps(a.v)}; }
 inline F larger(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float largest(F a) { return _mm512_reduce_max_ps(a.v); }
 // W integers within +-127 as bytes.
-inline void store_as_bytes(int8_t* p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+inline void store_as_bytes(int8_t* p, I a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
 
-// acc + the products of four neighbours, weights' codes below 32 unsigned, rows' bytes signed. `dot4_int8` takes weights of
-// all 256 values as `int8_codes` gives them, which are larger by kInt8Offset.
+// acc + the products of four neighbours, weights' codes below 32 unsigned, rows' bytes signed. `dot4_int8` takes
+// weights of all 256 values as `int8_codes` gives them, which are larger by kInt8Offset.
 #if defined(__AVX512VNNI__)
 constexpr int kInt8Offset = 128;
 inline I int8_codes(I a) { return a ^ every_byte(0x80); }

@@ -1,5 +1,5 @@
-// The byte part of the vector vocabulary in plain C++: 16 bytes or 4 integers of 32 bits. See bytes_avx512.h for what each
-// does. The bytes of an integer stand in its memory in order, whatever the processor's.
+// The byte part of the vector vocabulary in plain C++: 16 bytes or 4 integers of 32 bits. See bytes_avx512.h for what
+// each does. The bytes of an integer stand in its memory in order, whatever the processor's.
 #pragma once
 
 #include "vec_portable.h"
@@ -34,15 +34,25 @@ inline I load_bytes(const void* p) {
 }
 inline void store_bytes(void* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
 inline I zero_bytes() { return {}; }
-inline I every_byte(int a) { return each_byte([=](int) { return a; }); }
-inline I operator&(I a, I b) { return each_integer([&](int l) { return a.v[l] & b.v[l]; }); }
-inline I operator^(I a, I b) { return each_integer([&](int l) { return a.v[l] ^ b.v[l]; }); }
-inline I operator-(I a, I b) { return each_integer([&](int l) { return a.v[l] - b.v[l]; }); }
+inline I every_byte(int a) {
+    return each_byte([=](int) { return a; });
+}
+inline I operator&(I a, I b) {
+    return each_integer([&](int l) { return a.v[l] & b.v[l]; });
+}
+inline I operator^(I a, I b) {
+    return each_integer([&](int l) { return a.v[l] ^ b.v[l]; });
+}
+inline I operator-(I a, I b) {
+    return each_integer([&](int l) { return a.v[l] - b.v[l]; });
+}
 inline I upper_nibbles(I a) {
     const ByteView from(a);
     return each_byte([&](int i) { return from.v[i] >> 4; });
 }
-struct Bytes { uint8_t table[16]; };
+struct Bytes {
+    uint8_t table[16];
+};
 inline Bytes bytes_table(const uint8_t* sixteen) {
     Bytes bytes;
     std::memcpy(bytes.table, sixteen, 16);
@@ -60,13 +70,17 @@ inline void transpose_lanes(I* r) {
         for (int l = 0; l < 4; ++l) r[i].v[l] = from[l].v[i];
 }
 
-struct Units { int index[W]; };
+struct Units {
+    int index[W];
+};
 inline Units units_of(int64_t group, int part) {
     Units by;
     for (int l = 0; l < W; ++l) by.index[l] = static_cast<int>((32 * l + 16 * part) / group);
     return by;
 }
-inline F of_units(const float* p, const Units& by) { return each([&](int l) { return p[by.index[l]]; }); }
+inline F of_units(const float* p, const Units& by) {
+    return each([&](int l) { return p[by.index[l]]; });
+}
 inline F of_half_units(const float* p, const Units& by) { return of_units(p, by); }
 
 inline int32_t signed_of(uint32_t a) {
@@ -74,8 +88,12 @@ inline int32_t signed_of(uint32_t a) {
     std::memcpy(&r, &a, 4);
     return r;
 }
-inline F to_floats(I a) { return each([&](int l) { return static_cast<float>(signed_of(a.v[l])); }); }
-inline I to_integers(F a) { return each_integer([&](int l) { return static_cast<int32_t>(std::nearbyint(a.v[l])); }); }
+inline F to_floats(I a) {
+    return each([&](int l) { return static_cast<float>(signed_of(a.v[l])); });
+}
+inline I to_integers(F a) {
+    return each_integer([&](int l) { return static_cast<int32_t>(std::nearbyint(a.v[l])); });
+}
 inline I times_pairs(I a, I b) {
     const auto half = [](uint32_t word, int i) { return static_cast<int32_t>(static_cast<int16_t>(word >> (16 * i))); };
     return each_integer([&](int l) { return half(a.v[l], 0) * half(b.v[l], 0) + half(a.v[l], 1) * half(b.v[l], 1); });
@@ -84,8 +102,12 @@ inline void integer_sums(I a, I b, I c, I d, int32_t* out) {
     const I* all[4] = {&a, &b, &c, &d};
     for (int i = 0; i < 4; ++i) out[i] = signed_of(all[i]->v[0] + all[i]->v[1] + all[i]->v[2] + all[i]->v[3]);
 }
-inline F absolute(F a) { return each([&](int l) { return std::fabs(a.v[l]); }); }
-inline F larger(F a, F b) { return each([&](int l) { return a.v[l] > b.v[l] ? a.v[l] : b.v[l]; }); }
+inline F absolute(F a) {
+    return each([&](int l) { return std::fabs(a.v[l]); });
+}
+inline F larger(F a, F b) {
+    return each([&](int l) { return a.v[l] > b.v[l] ? a.v[l] : b.v[l]; });
+}
 inline float largest(F a) { return std::fmax(std::fmax(a.v[0], a.v[1]), std::fmax(a.v[2], a.v[3])); }
 inline void store_as_bytes(int8_t* p, I a) {
     for (int l = 0; l < W; ++l) p[l] = static_cast<int8_t>(signed_of(a.v[l]));

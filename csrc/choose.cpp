@@ -34,8 +34,9 @@ const Rule kRules[kNumKernels] = {
      [] { return std::string("the input format is int8"); }},
     {Kernel::int8_residual_dots, "int8 residual dots", [](const Case& c) { return c.input == Input::int8_residual; },
      [] {
-         return std::string("tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
-                            "(avx512-vnni, amx)");
+         return std::string(
+             "tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
+             "(avx512-vnni, amx)");
      }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
@@ -45,8 +46,9 @@ const Rule kRules[kNumKernels] = {
     {Kernel::group_scaled_dots, "group-scaled dots",
      [](const Case& c) { return c.group_scales && has_scale(c.weights.element) && c.rows <= c.isa.direct_tokens; },
      [] {
-         return std::string("packed weights and at most `direct_tokens` rows of the expert, unless PyTorch is "
-                            "deterministic");
+         return std::string(
+             "packed weights and at most `direct_tokens` rows of the expert, unless PyTorch is "
+             "deterministic");
      }},
     {Kernel::direct_dots, "direct dots",
      [](const Case& c) { return c.weights.element == Element::f32 || c.rows <= c.isa.direct_tokens; },

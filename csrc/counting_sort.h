@@ -11,7 +11,8 @@ class ExpertIds {
 public:
     // `ids` is an array of `count` integers at any address. One outside [0, num_experts) becomes -1, an empty slot.
     ExpertIds(const void* ids, bool are_64_bit, int64_t count, int64_t num_experts);
-    // As many, none of which is read yet: `read` reads some of them, on any thread. False if one is neither an expert nor -1.
+    // As many, none of which is read yet: `read` reads some of them, on any thread. False if one is neither an expert
+    // nor -1.
     ExpertIds(int64_t count, int64_t num_experts);
     bool read(const void* ids, bool are_64_bit, int64_t first, int64_t last);
 

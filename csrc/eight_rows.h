@@ -1,5 +1,5 @@
-// Many tokens and eight rows of weights: with half of the tokens in a tile, half as much of them is loaded for each product
-// as four rows take. Included after kernels.h where there are registers for 24 sums.
+// Many tokens and eight rows of weights: with half of the tokens in a tile, half as much of them is loaded for each
+// product as four rows take. Included after kernels.h where there are registers for 24 sums.
 #pragma once
 
 #include "kernels.h"
@@ -10,7 +10,8 @@ constexpr int kEight = 8, kEightTokens = 3;
 constexpr int64_t kEightPiece = 1024;  // columns of the rows that stay in the first cache while all tokens pass
 
 // Columns k to stop for M tokens: goes on with the sums in `partial`, or begins them at column 0.
-template <int M> static void partial_eight(const float* const* row, const float* const* x, int64_t k, int64_t stop, float* partial) {
+template <int M>
+static void partial_eight(const float* const* row, const float* const* x, int64_t k, int64_t stop, float* partial) {
     F sum[kEight][M];
 #pragma GCC unroll 8
     for (int r = 0; r < kEight; ++r) {
@@ -30,7 +31,10 @@ template <int M> static void partial_eight(const float* const* row, const float*
         }
     };
     for (; k + W <= stop; k += W) step(k, [](const float* p) __attribute__((always_inline)) { return load(p); });
-    if (k < stop) step(k, [&](const float* p) __attribute__((always_inline)) { return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(p), stop - k); });
+    if (k < stop)
+        step(k, [&](const float* p) __attribute__((always_inline)) {
+            return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(p), stop - k);
+        });
 #pragma GCC unroll 8
     for (int r = 0; r < kEight; ++r) {
 #pragma GCC unroll 3
@@ -40,10 +44,12 @@ template <int M> static void partial_eight(const float* const* row, const float*
 
 static void eight_floats(const FourRows* two, const float* const* x, int64_t m, float* out, float* partial) {
     using Partial = void (*)(const float* const*, const float* const*, int64_t, int64_t, float*);
-    static constexpr Partial kPartial[kEightTokens + 1] = {nullptr, partial_eight<1>, partial_eight<2>, partial_eight<3>};
+    static constexpr Partial kPartial[kEightTokens + 1] = {nullptr, partial_eight<1>, partial_eight<2>,
+                                                           partial_eight<3>};
     const float* row[kEight];
     for (int r = 0; r < kEight; ++r) row[r] = reinterpret_cast<const float*>(two[r / kRows].data[r % kRows]);
-    NextRows<kEight> next(two, (two->columns + kEightPiece - 1) / kEightPiece * ((m + kEightTokens - 1) / kEightTokens));
+    NextRows<kEight> next(two,
+                          (two->columns + kEightPiece - 1) / kEightPiece * ((m + kEightTokens - 1) / kEightTokens));
     for (int64_t k = 0; k < two->columns; k += kEightPiece) {
         const int64_t stop = k + kEightPiece < two->columns ? k + kEightPiece : two->columns;
         for (int64_t t = 0, n = 0; t < m; t += n) {
@@ -59,7 +65,8 @@ static void eight_floats(const FourRows* two, const float* const* x, int64_t m, 
         }
 }
 
-template <Element E> static void eight(const FourRows* asked, const float* const* x, int64_t m, float* out, float* scratch) {
+template <Element E>
+static void eight(const FourRows* asked, const float* const* x, int64_t m, float* out, float* scratch) {
     FourRows rows[2] = {asked[0], asked[1]};
     if constexpr (E != Element::f32) {
         for (FourRows& four : rows) {

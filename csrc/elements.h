@@ -15,10 +15,10 @@ struct ElementFacts {
     bool has_zeros;   // a zero point for each group
 };
 constexpr ElementFacts kElements[] = {
-    {Element::f32, "float32", 32, false, false}, {Element::f16, "float16", 16, false, false},
+    {Element::f32, "float32", 32, false, false},   {Element::f16, "float16", 16, false, false},
     {Element::bf16, "bfloat16", 16, false, false}, {Element::e4m3, "e4m3", 8, false, false},
-    {Element::i8, "int8", 8, true, false},       {Element::e2m1, "e2m1", 4, true, false},
-    {Element::i4, "int4", 4, true, false},       {Element::u4, "uint4", 4, true, true},
+    {Element::i8, "int8", 8, true, false},         {Element::e2m1, "e2m1", 4, true, false},
+    {Element::i4, "int4", 4, true, false},         {Element::u4, "uint4", 4, true, true},
 };
 constexpr int kNumElements = sizeof(kElements) / sizeof(kElements[0]);
 
@@ -46,6 +46,13 @@ template <class Body> inline auto with_element(Element e, Body body) {
     }
 }
 
+// The same for those whose codes are multiplied as integers; nothing for others.
+template <class Body> inline void with_integer(Element e, Body body) {
+    with_element(e, [&](auto c) {
+        if constexpr (is_integer(decltype(c)::value)) body(c);
+    });
+}
+
 enum class Scale : int { none, f32, f16, bf16, e8m0, e4m3 };
 
 struct ScaleFacts {
@@ -54,8 +61,8 @@ struct ScaleFacts {
     int bytes;
 };
 constexpr ScaleFacts kScales[] = {
-    {Scale::none, "none", 0}, {Scale::f32, "float32", 4}, {Scale::f16, "float16", 2},
-    {Scale::bf16, "bfloat16", 2}, {Scale::e8m0, "e8m0", 1}, {Scale::e4m3, "e4m3", 1},
+    {Scale::none, "none", 0},     {Scale::f32, "float32", 4}, {Scale::f16, "float16", 2},
+    {Scale::bf16, "bfloat16", 2}, {Scale::e8m0, "e8m0", 1},   {Scale::e4m3, "e4m3", 1},
 };
 constexpr int kNumScales = sizeof(kScales) / sizeof(kScales[0]);
 constexpr int bytes_of(Scale s) { return kScales[static_cast<int>(s)].bytes; }

@@ -55,13 +55,15 @@ struct Projection {
         if (m.scales) m.scales += expert * step[1];
         if (m.zeros) m.zeros += expert * step[2];
         if (m.global_scale)
-            m.global_scale = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(m.global_scale) + expert * step[3]);
+            m.global_scale =
+                reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(m.global_scale) + expert * step[3]);
         return m;
     }
     // The matrix that holds a row, which is then counted from its first.
     Matrix matrix_of(int64_t expert, int64_t& row) const {
         if (num_blocks == 1) return matrix(expert, 0);
-        const int64_t block_rows = rows / num_blocks, most = num_blocks - 1, block = row / block_rows < most ? row / block_rows : most;
+        const int64_t block_rows = rows / num_blocks, most = num_blocks - 1,
+                      block = row / block_rows < most ? row / block_rows : most;
         row -= block * block_rows;
         return matrix(expert, block);
     }
@@ -86,11 +88,11 @@ struct Call {
     Activation activation;
     void* out = nullptr;  // contiguous [T, H]
     Element out_dtype = Element::f32;
-    bool int8_input = false;   // rows are quantized to int8 before each product
-    bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
-    bool same_bits = false;    // a token's bits do not depend on how many there are
+    bool int8_input = false;            // rows are quantized to int8 before each product
+    bool all_experts = false;           // compute every expert on every token, and sum those that were chosen
+    bool same_bits = false;             // a token's bits do not depend on how many there are
     int64_t token_block = kTokenBlock;  // token rows that meet a range of weights before the next ones
-    int64_t pieces = 0;        // that each projection of an expert is cut into, for the threads; 0: by its cost
+    int64_t pieces = 0;  // that each projection of an expert is cut into, for the threads; 0: by its cost
     int num_threads = 1;
 };
 
@@ -113,13 +115,13 @@ struct FourRows {
     const uint8_t* scales[4];
     const uint8_t* zeros[4];
     float global_scale[4];
-    const uint8_t* next[4];  // rows of as many columns that will be read soon; the first is null without
-    bool group_scaled = false;    // scales multiply the sums of their groups: faster for few tokens, and other bits
-    bool decoded = false;         // weights are decoded once for all tokens, and not in registers
+    const uint8_t* next[4];     // rows of as many columns that will be read soon; the first is null without
+    bool group_scaled = false;  // scales multiply the sums of their groups: faster for few tokens, and other bits
+    bool decoded = false;       // weights are decoded once for all tokens, and not in registers
 };
 
-// Two times up to 16 rows of weights: of bfloat16 each with its own distance between rows, in bytes; packed ones one by one,
-// the last of them repeated.
+// Two times up to 16 rows of weights: of bfloat16 each with its own distance between rows, in bytes; packed ones one by
+// one, the last of them repeated.
 struct TileRows {
     Element element = Element::bf16;
     Scale scale = Scale::none;
@@ -127,9 +129,9 @@ struct TileRows {
     int64_t stride[2];
     int count[2];
     int64_t columns = 0, group_columns = 0;  // group_columns 0: one scale for all columns
-    int64_t out_step = 0;  // words from one tile of h to the next
-    int width = 16;        // tokens of a tile
-    bool out_nibbles = false;  // whether h will meet nibbles
+    int64_t out_step = 0;                    // words from one tile of h to the next
+    int width = 16;                          // tokens of a tile
+    bool out_nibbles = false;                // whether h will meet nibbles
     const uint8_t *data[32], *scales[32], *zeros[32];
     const uint8_t* next[2] = {};  // rows that will be read soon, or null
     int64_t next_stride[2];
@@ -143,33 +145,39 @@ struct TileOps {
     void (*end)();
     // `rows` are 16 tokens of bfloat16, null for none; from `width` on there are none.
     void (*pack)(const uint16_t* const* rows, int width, int64_t columns, bool nibbles, uint32_t* to);
-    // h of the columns that the rows make up, the first of which is `column`. `bias` has 32 values, or is null. `scratch` has
-    // `tile_scratch_bytes(columns)`.
-    void (*gate_up)(const TileRows& rows, const float* bias, const Activation& activation, const uint32_t* x, int64_t num_tiles,
-                    int64_t column, uint32_t* h, uint8_t* scratch);
+    // h of the columns that the rows make up, the first of which is `column`. `bias` has 32 values, or is null.
+    // `scratch` has `tile_scratch_bytes(columns)`.
+    void (*gate_up)(const TileRows& rows, const float* bias, const Activation& activation, const uint32_t* x,
+                    int64_t num_tiles, int64_t column, uint32_t* h, uint8_t* scratch);
     // y[t][i] for token t of the tiles and row i; null where there is no token.
-    void (*down)(const TileRows& rows, const float* bias, const uint32_t* h, int64_t num_tiles, float* const* y, uint8_t* scratch);
+    void (*down)(const TileRows& rows, const float* bias, const uint32_t* h, int64_t num_tiles, float* const* y,
+                 uint8_t* scratch);
 };
 constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256; }
 // Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
-constexpr int64_t tile_scratch_bytes(int64_t columns) { return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64); }
+constexpr int64_t tile_scratch_bytes(int64_t columns) {
+    return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64);
+}
 
 // 32 rows of weights at once, for many tokens; results are those of Int8Ops, bit by bit.
 struct Int8TileOps {
     int64_t (*packed_bytes)(Element weights, int64_t columns, int64_t group_columns, int64_t m);
     // Rows that quantize_row made, 16 tokens together as products with many rows take them.
-    void (*pack)(Element weights, int64_t columns, int64_t group_columns, const float* const* x, int64_t m, uint8_t* to);
+    void (*pack)(Element weights, int64_t columns, int64_t group_columns, const float* const* x, int64_t m,
+                 uint8_t* to);
     // out[t][i] for eight times four rows. `scratch` has `scratch_floats(columns)`.
     void (*rows)(const FourRows* eight, const uint8_t* packed, int64_t m, float* out, float* scratch);
     int64_t (*scratch_floats)(int64_t columns);
 };
 constexpr int kInt8TileRows = 32;
 
-// Rows of 8-bit integers, each with one scale (docs/reference/expert_weights.md), and their products with weights that are
-// integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the weights.
+// Rows of 8-bit integers, each with one scale (docs/reference/expert_weights.md), and their products with weights that
+// are integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the
+// weights.
 struct Int8Ops {
     int64_t (*row_floats)(Element weights, int64_t columns);
-    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay floats.
+    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay
+    // floats.
     bool (*quantize_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
     // As Isa::four_rows; `scratch` has `scratch_floats(columns)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
@@ -182,8 +190,8 @@ struct Isa {
     const char* name = nullptr;
     Features needs = 0;
     int lanes = 0;
-    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`. Null where rows
-    // of floats are not multiplied.
+    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`. Null
+    // where rows of floats are not multiplied.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     int64_t direct_tokens = 0;  // tokens up to which it decodes weights in registers
     // to[i] = factor * from[i] for n elements of a dtype.
@@ -191,18 +199,23 @@ struct Isa {
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.
     void (*activate)(const Activation& activation, int64_t n, float* gate, const float* up) = nullptr;
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
-    void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype) = nullptr;
+    void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out,
+                    Element dtype) = nullptr;
     // As four_rows, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
-    const TileOps* tiles = nullptr;          // null, or what multiplies tiles of bfloat16; then x is bfloat16
-    const Int8Ops* int8 = nullptr;           // for rows of int8
-    const Int8Ops* int8_residual = nullptr;  // for rows of 16 bits and weights that are integers: two rows of int8 for each
+    const TileOps* tiles = nullptr;  // null, or what multiplies tiles of bfloat16; then x is bfloat16
+    const Int8Ops* int8 = nullptr;   // for rows of int8
+    const Int8Ops* int8_residual =
+        nullptr;  // for rows of 16 bits and weights that are integers: two rows of int8 for each
 
     bool runs_here() const { return lacking(needs) == 0; }
 };
 
-// `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.
-constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) { return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m); }
+// `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each
+// output.
+constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) {
+    return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m);
+}
 
 // Best first.
 extern const Isa* const kIsas[];

@@ -33,7 +33,8 @@ template <class Function> MOESTRO_INLINE F lanewise(F x, Function function) {
 MOESTRO_INLINE F apply(Kind kind, float alpha, F z) {
     switch (kind) {
         case Kind::silu: return z * sigmoid(set1(alpha) * z);
-        case Kind::gelu: return lanewise(z, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
+        case Kind::gelu:
+            return lanewise(z, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
         case Kind::gelu_tanh: {
             const F inner = set1(0.79788456080286536f) * fma(set1(0.044715f) * z * z, z, z);
             return z * sigmoid(inner + inner);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
@@ -46,18 +47,17 @@ MOESTRO_INLINE F apply(Kind kind, float alpha, F z) {
     }
 }
 
+// What the down projection is given for gate values, and for up values where the activation is gated.
+MOESTRO_INLINE F activated(const Activation& a, F gate, F up) {
+    if (a.limited) gate = at_most(gate, a.limit);
+    gate = apply(a.kind, a.alpha, gate);
+    if (!a.gated) return gate;
+    if (a.limited) up = at_least(at_most(up, a.limit), -a.limit);
+    return gate * (up + set1(a.up_offset));
+}
+
 static void activate(const Activation& a, int64_t n, float* gate, const float* up) {
-    for (int64_t i = 0; i < n; i += W) {
-        F g = load(gate + i);
-        if (a.limited) g = at_most(g, a.limit);
-        g = apply(a.kind, a.alpha, g);
-        if (a.gated) {
-            F u = load(up + i);
-            if (a.limited) u = at_least(at_most(u, a.limit), -a.limit);
-            g = g * (u + set1(a.up_offset));
-        }
-        store(gate + i, g);
-    }
+    for (int64_t i = 0; i < n; i += W) store(gate + i, activated(a, load(gate + i), a.gated ? load(up + i) : zero()));
 }
 
 template <Element E> static void widen_from(const uint8_t* from, int64_t n, float factor, float* to) {
@@ -86,7 +86,8 @@ MOESTRO_INLINE void write(void* out, Element dtype, int64_t i, F value) {
     }
 }
 
-static void combine(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype) {
+static void combine(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out,
+                    Element dtype) {
     for (int64_t i = 0; i < n; i += W) {
         const int64_t left = n - i < W ? n - i : W;
         F sum = zero();
@@ -101,7 +102,8 @@ static void combine(const float* const* rows, const float* weights, int64_t num_
         }
         alignas(64) uint8_t last[W * 4];
         write(last, dtype, 0, sum);
-        std::memcpy(static_cast<uint8_t*>(out) + i * bytes_of(dtype), last, static_cast<size_t>(left) * bytes_of(dtype));
+        std::memcpy(static_cast<uint8_t*>(out) + i * bytes_of(dtype), last,
+                    static_cast<size_t>(left) * bytes_of(dtype));
     }
 }
 

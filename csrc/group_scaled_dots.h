@@ -1,5 +1,6 @@
-// Few tokens and packed weights: elements are multiplied as they are stored, and the sum of each group by its scale, so a
-// scale costs one multiplication a group. Included at the end of kernels.h, whose other ways multiply scales into elements.
+// Few tokens and packed weights: elements are multiplied as they are stored, and the sum of each group by its scale, so
+// a scale costs one multiplication a group. Included at the end of kernels.h, whose other ways multiply scales into
+// elements.
 #pragma once
 
 namespace MOESTRO_ISA {
@@ -22,8 +23,9 @@ template <int M> MOESTRO_INLINE bool overflowed(const float* out) {
     return !all;
 }
 
-template <Element E, int M>
-static void group_scaled_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* tokens, float* out) {
+template <Element E, int M> static void group_scaled_nibbles(const FourRows& rows, const float* const* scales,
+                                                             const float* const* zeros, const float* const* tokens,
+                                                             float* out) {
     const auto values = values_of<E>();
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : round_up(columns, kBlock);
     const Spread by = spread_of(group);
@@ -65,8 +67,11 @@ static void group_scaled_nibbles(const FourRows& rows, const float* const* scale
         for (int t = 0; t < M; ++t) x[t] += kBlock;
     };
     int64_t k = 0;
-    for (; k + kBlock <= columns; k += kBlock) block(k, [](const uint8_t* p) __attribute__((always_inline)) { return load_words(p); });
-    if (k < columns) block(k, [&](const uint8_t* p) __attribute__((always_inline)) { return load_some_words(p, (columns - k) / 2); });
+    for (; k + kBlock <= columns; k += kBlock)
+        block(k, [](const uint8_t* p) __attribute__((always_inline)) { return load_words(p); });
+    if (k < columns)
+        block(k,
+              [&](const uint8_t* p) __attribute__((always_inline)) { return load_some_words(p, (columns - k) / 2); });
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
     if (overflowed<M>(out)) dots<E, M>(rows, scales, zeros, tokens, out);
@@ -78,8 +83,9 @@ template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
     else return {load_i8(p), load_i8(p + W)};
 }
 
-template <Element E, int M>
-static void group_scaled_bytes(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
+template <Element E, int M> static void group_scaled_bytes(const FourRows& rows, const float* const* scales,
+                                                           const float* const* zeros, const float* const* x,
+                                                           float* out) {
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : columns;
     const bool one_group = group >= columns;
     F sum[kRows][M], all[kRows][M];
@@ -115,10 +121,13 @@ static void group_scaled_bytes(const FourRows& rows, const float* const* scales,
         }
         for (; k < stop; k += W) {
             const int64_t n = stop - k < W ? stop - k : W;
-            each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = fma(load_some<E>(rows.data[r] + k, n), load(x[t] + k), sum[r][t]); });
+            each([&](int r, int t) __attribute__((always_inline)) {
+                sum[r][t] = fma(load_some<E>(rows.data[r] + k, n), load(x[t] + k), sum[r][t]);
+            });
         }
         if (one_group) break;
-        each([&](int r, int t) __attribute__((always_inline)) { all[r][t] = fma(sum[r][t], set1(scales[r][g]), all[r][t]); });
+        each([&](int r, int t)
+                 __attribute__((always_inline)) { all[r][t] = fma(sum[r][t], set1(scales[r][g]), all[r][t]); });
     }
     if (E == Element::e4m3 && nan.seen()) return dots<E, M>(rows, scales, zeros, x, out);
     if (!one_group) each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = all[r][t]; });
@@ -135,8 +144,9 @@ template <Element E, int M> static void fill_group_scaled(Dots* table) {
     else table[M] = group_scaled_bytes<E, M>;
     if constexpr (M > 1) fill_group_scaled<E, M - 1>(table);
 }
-template <Element E>
-static void group_scaled_dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
+template <Element E> static void group_scaled_dots(const FourRows& rows, const float* const* scales,
+                                                   const float* const* zeros, const float* const* x, int64_t m,
+                                                   float* out) {
     Dots table[kDirectTokens + 1];
     fill_group_scaled<E, kDirectTokens>(table);
     if (m > 0 && rows.columns > 0) return table[m](rows, scales, zeros, x, out);

@@ -62,7 +62,8 @@ bool group(const Slots& slots, const Grouped& to, int num_threads) {
     run_team(static_cast<int>(most), [&](int thread, int threads) {
         for (int64_t p = thread; p < most; p += threads) {
             Part& part = parts[p];
-            int64_t token = slots.top_k ? part.start / slots.top_k : 0, slot = slots.top_k ? part.start % slots.top_k : 0;
+            int64_t token = slots.top_k ? part.start / slots.top_k : 0,
+                    slot = slots.top_k ? part.start % slots.top_k : 0;
             for (int64_t i = part.start; i < part.stop; ++i) {
                 const int64_t own = part.next[ids.bin(i)]++;
                 to.token_ids[own] = token;

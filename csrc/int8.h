@@ -1,27 +1,33 @@
 // Rows of 8-bit integers times weights that are integers, written once against the vector vocabulary and its byte part.
 // Included after epilogue.h by one file per instruction set; see kernels.h on sharing.
 //
-// A block of nibbles is 32 * W columns. Four vectors of stored bytes, their integers transposed in 128-bit lanes, give eight
-// vectors whose every lane holds four columns of one unit of 32; so eight steps of dot4 leave in each lane the exact sum of a
-// unit, and one conversion and one multiplication serve W units. Rows lie in that order. Where scales are for 16 columns, a
-// lane's first four vectors and its last four are sums of their own: a part each.
+// A block of nibbles is 32 * W columns. Four vectors of stored bytes, their integers transposed in 128-bit lanes, give
+// eight vectors whose every lane holds four columns of one unit of 32; so eight steps of dot4 leave in each lane the
+// exact sum of a unit, and one conversion and one multiplication serve W units. Rows lie in that order. Where scales
+// are for 16 columns, a lane's first four vectors and its last four are sums of their own: a part each.
 #pragma once
 
 #include "kernels.h"
 
 namespace MOESTRO_ISA {
 
-constexpr int64_t kUnits = 32 * W;      // columns of a block of nibbles
+constexpr int64_t kUnits = 32 * W;  // columns of a block of nibbles
 constexpr int64_t kVectorBytes = 4 * W;
 
-// A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of its
-// units, of every part of every block. Sums stand there times minus what codes are larger by than their values.
+// A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of
+// its units, of every part of every block. Sums stand there times minus what codes are larger by than their values.
 constexpr int64_t kStartBytes = 64, kHeadBytes = kStartBytes + 64;
 
-MOESTRO_INLINE const int8_t* bytes_of_row(const float* row) { return reinterpret_cast<const int8_t*>(row) + kHeadBytes; }
-constexpr int64_t padded_columns(Element e, int64_t columns) { return round_up(columns, moestro::is_nibble(e) ? kUnits : kVectorBytes); }
+MOESTRO_INLINE const int8_t* bytes_of_row(const float* row) {
+    return reinterpret_cast<const int8_t*>(row) + kHeadBytes;
+}
+constexpr int64_t padded_columns(Element e, int64_t columns) {
+    return round_up(columns, moestro::is_nibble(e) ? kUnits : kVectorBytes);
+}
 constexpr int parts_of(int64_t group_columns) { return group_columns == 16 ? 2 : 1; }
-constexpr int offset_of(Element e) { return e == Element::i4 ? 8 : e == Element::e2m1 ? 12 : 1; }  // u4: times a zero point
+constexpr int offset_of(Element e) {
+    return e == Element::i4 ? 8 : e == Element::e2m1 ? 12 : 1;
+}  // u4: times a zero point
 
 static int64_t int8_row_floats(Element e, int64_t columns) {
     const int64_t padded = padded_columns(e, columns);
@@ -46,7 +52,8 @@ static void order_block(const int8_t* from, int8_t* to) {
             for (int b = 0; b < 8; ++b) word |= static_cast<uint64_t>(eight[b]) << (8 * b);
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t four = every_second(word, odd);
-                for (int b = 0; b < 4; ++b) to[(2 * i + odd) * kVectorBytes + 4 * lane + b] = static_cast<int8_t>(four >> (8 * b));
+                for (int b = 0; b < 4; ++b)
+                    to[(2 * i + odd) * kVectorBytes + 4 * lane + b] = static_cast<int8_t>(four >> (8 * b));
             }
         }
     }
@@ -55,7 +62,8 @@ static void order_block(const int8_t* from, int8_t* to) {
 static void sum_units(const int8_t* block, int parts, int offset, int32_t* to) {
     for (int p = 0; p < parts; ++p) {
         I sum = zero_bytes();
-        for (int i = p * 8 / parts; i < (p + 1) * 8 / parts; ++i) sum = dot4(sum, every_byte(offset), load_bytes(block + i * kVectorBytes));
+        for (int i = p * 8 / parts; i < (p + 1) * 8 / parts; ++i)
+            sum = dot4(sum, every_byte(offset), load_bytes(block + i * kVectorBytes));
         store_bytes(to + p * W, zero_bytes() - sum);
     }
 }
@@ -65,7 +73,8 @@ static float scale_of(const float* from, int64_t n) {
     F most = zero(), bad = zero();
     int64_t i = 0;
     for (; i < n; i += W) {
-        const F v = i + W <= n ? load(from + i) : load_some<Element::f32>(reinterpret_cast<const uint8_t*>(from + i), n - i);
+        const F v =
+            i + W <= n ? load(from + i) : load_some<Element::f32>(reinterpret_cast<const uint8_t*>(from + i), n - i);
         most = larger(most, absolute(v));
         bad = fma(v, zero(), bad);
     }
@@ -78,7 +87,8 @@ static float scale_of(const float* from, int64_t n) {
 
 // `from` has `columns` floats, `to` room for int8_row_floats; weights that share a scale have `group_columns`.
 static bool quantize_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
-    const int64_t padded = padded_columns(weights, columns), block = moestro::is_nibble(weights) ? kUnits : kVectorBytes;
+    const int64_t padded = padded_columns(weights, columns),
+                  block = moestro::is_nibble(weights) ? kUnits : kVectorBytes;
     auto* bytes = reinterpret_cast<int8_t*>(to) + kHeadBytes;
     auto* sums = reinterpret_cast<int32_t*>(bytes + padded);
     const float s = scale_of(from, columns);
@@ -92,7 +102,8 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
             const int64_t left = columns - k - i;
             F v = zero();
             if (usable && left >= W) v = load(from + k + i);
-            else if (usable && left > 0) v = load_some<Element::f32>(reinterpret_cast<const uint8_t*>(from + k + i), left);
+            else if (usable && left > 0)
+                v = load_some<Element::f32>(reinterpret_cast<const uint8_t*>(from + k + i), left);
             if (usable) v = at_least(at_most(v / scale, 127.0f), -127.0f);
             store_as_bytes(natural + i, to_integers(v));
         }
@@ -120,7 +131,8 @@ struct Scales {
 
 // What the lower nibble of each byte stands for, plus offset_of(E).
 template <Element E> MOESTRO_INLINE I code_of(I nibbles) {
-    constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // 12 + twice a value of e2m1
+    constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                    12, 11, 10, 9,  8,  6,  4,  0};  // 12 + twice a value of e2m1
     constexpr uint8_t kFromSigned[16] = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
     if constexpr (E == Element::e2m1) return look_up(bytes_table(kTwice), nibbles);
     if constexpr (E == Element::i4 && kOneStepLookUp) return look_up(bytes_table(kFromSigned), nibbles);
@@ -172,10 +184,13 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
                 for (int64_t i = 0; i < 4; ++i) words[i] = load_bytes(from + i * kVectorBytes);
             } else {
                 const int64_t bytes = (columns - k) / 2;
-                for (int64_t line = 0; prefetching && rows.next[0] && line < bytes; line += 64) prefetch(rows.next[r] + k / 2 + line);
+                for (int64_t line = 0; prefetching && rows.next[0] && line < bytes; line += 64)
+                    prefetch(rows.next[r] + k / 2 + line);
 #pragma GCC unroll 4
                 for (int64_t i = 0, left = bytes; i < 4; ++i, left -= kVectorBytes)
-                    words[i] = left >= kVectorBytes ? load_bytes(from + i * kVectorBytes) : left > 0 ? load_some_words(from + i * kVectorBytes, left) : zero_bytes();
+                    words[i] = left >= kVectorBytes ? load_bytes(from + i * kVectorBytes)
+                               : left > 0           ? load_some_words(from + i * kVectorBytes, left)
+                                                    : zero_bytes();
             }
             codes_of<E>(words, codes);
 #pragma GCC unroll 2
@@ -216,19 +231,23 @@ static void few(const FourRows& rows, const Scales& scales, const float* const* 
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
-    walk_units<E, Parts>(rows, scales, true, [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+    walk_units<E, Parts>(
+        rows, scales, true,
+        [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-        for (int t = 0; t < M; ++t) {
-            const int8_t* row = bytes[t] + block * kUnits;
+            for (int t = 0; t < M; ++t) {
+                const int8_t* row = bytes[t] + block * kUnits;
 #pragma GCC unroll 2
-            for (int p = 0; p < Parts; ++p) {
-                I acc = start_of<E>(reinterpret_cast<const int32_t*>(bytes[t] + padded) + (block * Parts + p) * W, zeros[p]);
+                for (int p = 0; p < Parts; ++p) {
+                    I acc = start_of<E>(reinterpret_cast<const int32_t*>(bytes[t] + padded) + (block * Parts + p) * W,
+                                        zeros[p]);
 #pragma GCC unroll 8
-                for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i) acc = dot4(acc, codes[i], load_bytes(row + i * kVectorBytes));
-                sum[r][t] = fma(to_floats(acc), s[p], sum[r][t]);
+                    for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i)
+                        acc = dot4(acc, codes[i], load_bytes(row + i * kVectorBytes));
+                    sum[r][t] = fma(to_floats(acc), s[p], sum[r][t]);
+                }
             }
-        }
-    });
+        });
 #pragma GCC unroll 4
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
     take_scales(x, M, out);
@@ -242,21 +261,26 @@ struct Panel {
     int64_t padded;
 };
 
-template <Element E, int Parts> static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
-    walk_units<E, Parts>(rows, scales, false, [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+template <Element E, int Parts>
+static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
+    walk_units<E, Parts>(rows, scales, false,
+                         [&](int64_t block, int r, const I* codes, const F* s, const I* zeros)
+                             __attribute__((always_inline)) {
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) store_bytes(panel.codes[r] + block * kUnits + i * kVectorBytes, codes[i]);
+                                 for (int i = 0; i < 8; ++i)
+                                     store_bytes(panel.codes[r] + block * kUnits + i * kVectorBytes, codes[i]);
 #pragma GCC unroll 2
-        for (int p = 0; p < Parts; ++p) {
-            store(panel.scales + ((block * kRows + r) * Parts + p) * W, s[p]);
-            if constexpr (E == Element::u4) store_bytes(panel.zeros + ((block * kRows + r) * Parts + p) * W, zeros[p]);
-        }
-    });
+                                 for (int p = 0; p < Parts; ++p) {
+                                     store(panel.scales + ((block * kRows + r) * Parts + p) * W, s[p]);
+                                     if constexpr (E == Element::u4)
+                                         store_bytes(panel.zeros + ((block * kRows + r) * Parts + p) * W, zeros[p]);
+                                 }
+                             });
 }
 
 // One step of columns: a vector of codes of each row, one of bytes of each token.
-template <int M, class Dot>
-MOESTRO_INLINE void add_integers(I (&acc)[kRows][M], const I (&w)[kRows], const int8_t* const (&bytes)[M], int64_t at, Dot dot) {
+template <int M, class Dot> MOESTRO_INLINE void add_integers(I (&acc)[kRows][M], const I (&w)[kRows],
+                                                             const int8_t* const (&bytes)[M], int64_t at, Dot dot) {
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) {
         const I v = load_bytes(bytes[t] + at);
@@ -276,7 +300,7 @@ template <Element E, int Parts, int M> static void tile(const Panel& panel, cons
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
     const uint8_t* codes = panel.codes[0];
-    const int64_t apart = panel.codes[1] - codes;
+    const int64_t row_step = panel.codes[1] - codes;
     for (int64_t first = 0, at = 0; first < panel.padded; first += kUnits / Parts, at += W) {
         // Parts of one block follow one another; each has its scales of four rows.
         const int64_t part = Parts == 2 ? first / (kUnits / Parts) % Parts : 0;
@@ -287,13 +311,15 @@ template <Element E, int Parts, int M> static void tile(const Panel& panel, cons
             const auto* own = reinterpret_cast<const int32_t*>(bytes[t] + panel.padded) + at;
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r)
-                acc[r][t] = start_of<E>(own, E == Element::u4 ? load_bytes(panel.zeros + (place + r * Parts) * W) : zero_bytes());
+                acc[r][t] = start_of<E>(
+                    own, E == Element::u4 ? load_bytes(panel.zeros + (place + r * Parts) * W) : zero_bytes());
         }
 #pragma GCC unroll 8
         for (int i = 0; i < 8 / Parts; ++i) {
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) w[r] = load_bytes(codes + r * apart + first + i * kVectorBytes);
-            add_integers(acc, w, bytes, first + i * kVectorBytes, [](I a, I b, I c) __attribute__((always_inline)) { return dot4(a, b, c); });
+            for (int r = 0; r < kRows; ++r) w[r] = load_bytes(codes + r * row_step + first + i * kVectorBytes);
+            add_integers(acc, w, bytes, first + i * kVectorBytes,
+                         [](I a, I b, I c) __attribute__((always_inline)) { return dot4(a, b, c); });
         }
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
@@ -308,7 +334,8 @@ template <Element E, int Parts, int M> static void tile(const Panel& panel, cons
 }
 
 // Integers all along the row: weights of a scale a row.
-template <int M> static void int8_dots(const FourRows& rows, const float* const* scales, const float* const* x, float* out) {
+template <int M>
+static void int8_dots(const FourRows& rows, const float* const* scales, const float* const* x, float* out) {
     const int8_t* bytes[M];
     I acc[kRows][M], w[kRows];
 #pragma GCC unroll 8
@@ -331,7 +358,8 @@ template <int M> static void int8_dots(const FourRows& rows, const float* const*
                 if (rows.next[0]) prefetch(rows.next[r] + k);
                 w[r] = int8_codes(load_bytes(from[r] + k));
             }
-            add_integers(acc, w, bytes, k, [](I a, I b, I c) __attribute__((always_inline)) { return dot4_int8(a, b, c); });
+            add_integers(acc, w, bytes, k,
+                         [](I a, I b, I c) __attribute__((always_inline)) { return dot4_int8(a, b, c); });
         }
         for (int r = 0; r < kRows; ++r) from[r] = last[r] - whole;
     }
@@ -367,13 +395,15 @@ template <Element E, int Parts> struct MakeTile {
     template <int M> static constexpr Tile of() { return tile<E, Parts, M>; }
 };
 
-// The rows that come next, a share of them before each tile of tokens: all at once they would hold up what is loaded now.
+// The rows that come next, a share of them before each tile of tokens: all at once they would hold up what is loaded
+// now.
 struct Prefetched {
     const FourRows& rows;
     int64_t at = 0, bytes, share;
 
     Prefetched(const FourRows& asked, int64_t row_bytes, int64_t m, int64_t most)
-        : rows(asked), bytes(asked.next[0] ? row_bytes : 0), share(round_up(row_bytes / ((m + most - 1) / most) + 1, 64)) {}
+        : rows(asked), bytes(asked.next[0] ? row_bytes : 0),
+          share(round_up(row_bytes / ((m + most - 1) / most) + 1, 64)) {}
     MOESTRO_INLINE void some() {
         const int64_t stop = at + share < bytes ? at + share : bytes;
         for (; at < stop; at += 64)
@@ -381,8 +411,8 @@ struct Prefetched {
     }
 };
 
-template <Element E, int Parts>
-static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out, float* scratch) {
+template <Element E, int Parts> static void units(const FourRows& rows, const Scales& scales, const float* const* x,
+                                                  int64_t m, float* out, float* scratch) {
     if (m <= kFewUnitTokens) {
         static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<E, Parts>> kFew;
         return kFew.of[m](rows, scales, x, out);
@@ -392,7 +422,8 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
     const int64_t of_units = panel.padded / kUnits * kRows * Parts * W;
     panel.scales = scratch;
     panel.zeros = reinterpret_cast<int32_t*>(scratch + of_units);
-    for (int r = 0; r < kRows; ++r) panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (panel.padded + 64);
+    for (int r = 0; r < kRows; ++r)
+        panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (panel.padded + 64);
     decode_units<E, Parts>(rows, scales, panel);
     static constexpr ByTokens<Tile, kUnitTokens, MakeTile<E, Parts>> kTile;
     Prefetched next(rows, rows.columns / 2, m, kUnitTokens);
@@ -403,7 +434,8 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
     }
 }
 
-template <Element E> static void run_int8(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+template <Element E>
+static void run_int8(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t n = rows.group_columns ? (rows.columns + rows.group_columns - 1) / rows.group_columns : 1;
     const int64_t room = round_up(n, W) + 2 * W;
     const float factor = E == Element::e2m1 ? 0.5f : 1.0f;  // codes are of twice the value
@@ -437,12 +469,7 @@ template <Element E> static void run_int8(const FourRows& rows, const float* con
 }
 
 static void int8_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    switch (rows.element) {
-        case Element::i8: return run_int8<Element::i8>(rows, x, m, out, scratch);
-        case Element::e2m1: return run_int8<Element::e2m1>(rows, x, m, out, scratch);
-        case Element::i4: return run_int8<Element::i4>(rows, x, m, out, scratch);
-        default: return run_int8<Element::u4>(rows, x, m, out, scratch);
-    }
+    moestro::with_integer(rows.element, [&](auto e) { run_int8<decltype(e)::value>(rows, x, m, out, scratch); });
 }
 
 static int64_t int8_scratch(int64_t columns) {

@@ -1,6 +1,6 @@
-// Rows of 16 bits as pairs of rows of 8: a row rounded to 8-bit integers, and what that leaves of it, rounded again with a
-// scale of its own. The products of both with integer weights add up to those of a row of 16-bit integers: off by at most
-// 1/64,500 of the row's largest value, where rounding to bfloat16 is off by 2^-9 of each.
+// Rows of 16 bits as int8 with an int8 residual: a row quantized to 8-bit integers, and what that leaves of it,
+// quantized again with a scale of its own. The products of both with integer weights add up to those of a row of 16-bit
+// integers: off by at most 1/64,500 of the row's largest value, where rounding to bfloat16 is off by 2^-9 of each.
 #pragma once
 
 #include "int8.h"
@@ -11,9 +11,12 @@ constexpr float kSmallestScale = 1.17549435e-38f;  // a normal number
 
 // One of the two; behind both stands what is left of the row meanwhile.
 static int64_t residual_step(Element e, int64_t columns) { return round_up(int8_row_floats(e, columns), 16); }
-static int64_t residual_floats(Element e, int64_t columns) { return 2 * residual_step(e, columns) + round_up(columns, W); }
+static int64_t residual_floats(Element e, int64_t columns) {
+    return 2 * residual_step(e, columns) + round_up(columns, W);
+}
 
-// Whether a row is all but its largest values to 8 bits, or none: more than half of what is not zero is zero to the first.
+// Whether a row is all but its largest values to 8 bits, or none: more than half of what is not zero is zero to the
+// first.
 static bool is_uneven(const float* from, int64_t n, float scale) {
     const float half = 0.5f * scale;
     int64_t small = 0, all = 0;
@@ -26,7 +29,8 @@ static bool is_uneven(const float* from, int64_t n, float scale) {
 }
 
 // False, and nothing is written, for a row that is uneven, subnormal or not finite.
-static bool quantize_residual_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
+static bool quantize_residual_row(Element weights, int64_t columns, int64_t group_columns, const float* from,
+                                  float* to) {
     const int64_t step = residual_step(weights, columns);
     const float s = scale_of(from, columns);
     if ((s != 0.0f && !(s >= kSmallestScale)) || is_uneven(from, columns, s)) return false;
@@ -37,7 +41,8 @@ static bool quantize_residual_row(Element weights, int64_t columns, int64_t grou
         F v = zero();
         if (s > 0.0f) {
             const int64_t n = columns - i;
-            const F x = n >= W ? load(from + i) : load_some<Element::f32>(reinterpret_cast<const uint8_t*>(from + i), n);
+            const F x =
+                n >= W ? load(from + i) : load_some<Element::f32>(reinterpret_cast<const uint8_t*>(from + i), n);
             v = fma(minus, round(at_least(at_most(x / scale, 127.0f), -127.0f)), x);
         }
         store(left + i, v);

@@ -12,10 +12,10 @@ extern const Isa kPortable;
 
 const Isa* const kIsas[] = {
 #if defined(MOESTRO_AMX)
-    &kAmx, &kAmxInt8,
+    &kAmx,        &kAmxInt8,
 #endif
 #if defined(__x86_64__)
-    &kAvx512Vnni, &kAvx512, &kAvx2,
+    &kAvx512Vnni, &kAvx512,  &kAvx2,
 #endif
     &kPortable};
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);

@@ -110,7 +110,8 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
 #pragma GCC unroll 8
                 for (int u = 0; u < kPerLine; u += 2) {
                     const int64_t at = k + u * W;
-                    const Two wa = load_two_e4m3(a + at), wb = load_two_e4m3(b + at), wc = load_two_e4m3(c + at), wd = load_two_e4m3(d + at);
+                    const Two wa = load_two_e4m3(a + at), wb = load_two_e4m3(b + at), wc = load_two_e4m3(c + at),
+                              wd = load_two_e4m3(d + at);
                     step(at, wa.first * sa, wb.first * sb, wc.first * sc, wd.first * sd);
                     step(at + W, wa.second * sa, wb.second * sb, wc.second * sc, wd.second * sd);
                 }
@@ -137,8 +138,9 @@ template <Element E> MOESTRO_INLINE auto values_of() {
     if constexpr (E == Element::u4) return u4_values();
 }
 
-template <Element E, int J, class Values, class Step>
-MOESTRO_INLINE void eight_nibbles(const Values& values, int64_t k, const I* words, const F* scales, const F* zeros, Step step) {
+template <Element E, int J, class Values, class Step> MOESTRO_INLINE void eight_nibbles(const Values& values, int64_t k,
+                                                                                        const I* words, const F* scales,
+                                                                                        const F* zeros, Step step) {
     if constexpr (J < 8) {
         const auto weight = [&](int r) {
             const F value = nibble<J>(values, words[r]);
@@ -151,8 +153,9 @@ MOESTRO_INLINE void eight_nibbles(const Values& values, int64_t k, const I* word
 }
 
 // The same for nibbles: eight vectors a block, each of every eighth column.
-template <Element E, class Step>
-MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, bool prefetching, Step step) {
+template <Element E, class Step> MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scales,
+                                                                  const float* const* zeros, bool prefetching,
+                                                                  Step step) {
     const auto values = values_of<E>();
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : round_up(columns, kBlock);
     const Spread by = spread_of(group);
@@ -180,8 +183,8 @@ MOESTRO_INLINE void walk_nibbles(const FourRows& rows, const float* const* scale
     }
 }
 
-template <Element E, class Step>
-MOESTRO_INLINE void walk(const FourRows& rows, const float* const* scales, const float* const* zeros, bool prefetching, Step step) {
+template <Element E, class Step> MOESTRO_INLINE void walk(const FourRows& rows, const float* const* scales,
+                                                          const float* const* zeros, bool prefetching, Step step) {
     if constexpr (moestro::is_nibble(E)) walk_nibbles<E>(rows, scales, zeros, prefetching, step);
     else walk_plain<E>(rows, scales, prefetching, step);
 }
@@ -201,8 +204,8 @@ MOESTRO_INLINE void add_products(F (&sum)[kRows][M], const float* const (&token)
 }
 
 // Every sum runs over the columns in their decoded order, whatever M.
-template <Element E, int M>
-static void dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
+template <Element E, int M> static void dots(const FourRows& rows, const float* const* scales,
+                                             const float* const* zeros, const float* const* x, float* out) {
     F sum[kRows][M];
     const float* token[M];
 #pragma GCC unroll 8
@@ -227,11 +230,14 @@ template <Element E, int M> struct Table {
 };
 
 // In group_scaled_dots.h.
-template <Element E>
-static void group_scaled_dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out);
+template <Element E> static void group_scaled_dots(const FourRows& rows, const float* const* scales,
+                                                   const float* const* zeros, const float* const* x, int64_t m,
+                                                   float* out);
 
-// Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them at column 0.
-template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
+// Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them at column
+// 0.
+template <int M>
+static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
     const float *a = reinterpret_cast<const float*>(rows.data[0]), *b = reinterpret_cast<const float*>(rows.data[1]);
     const float *c = reinterpret_cast<const float*>(rows.data[2]), *d = reinterpret_cast<const float*>(rows.data[3]);
     F sum[kRows][M];
@@ -242,12 +248,13 @@ template <int M> static void partial_dots(const FourRows& rows, const float* con
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = k ? load(partial + (kRows * t + r) * W) : zero();
     }
-    const auto step = [&](int64_t at, F wa, F wb, F wc, F wd) __attribute__((always_inline)) {
-        add_products(sum, token, at, wa, wb, wc, wd);
-    };
+    const auto step = [&](int64_t at, F wa, F wb, F wc, F wd)
+                          __attribute__((always_inline)) { add_products(sum, token, at, wa, wb, wc, wd); };
     for (; k + W <= stop; k += W) step(k, load(a + k), load(b + k), load(c + k), load(d + k));
     if (k < stop) {
-        const auto some = [&](const float* p) { return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(p + k), stop - k); };
+        const auto some = [&](const float* p) {
+            return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(p + k), stop - k);
+        };
         step(k, some(a), some(b), some(c), some(d));
     }
 #pragma GCC unroll 8
@@ -276,7 +283,8 @@ template <int N> struct NextRows {
     const FourRows* rows;
     int64_t lines, share, line = 0;
 
-    NextRows(const FourRows* asked, int64_t num_tiles) : rows(asked), lines(asked->next[0] ? asked->columns * 4 / 64 : 0), share(lines / num_tiles + 1) {}
+    NextRows(const FourRows* asked, int64_t num_tiles)
+        : rows(asked), lines(asked->next[0] ? asked->columns * 4 / 64 : 0), share(lines / num_tiles + 1) {}
     MOESTRO_INLINE void some() {
         for (const int64_t last = line + share < lines ? line + share : lines; line < last; ++line)
             for (int r = 0; r < N; ++r) prefetch(rows[r / kRows].next[r % kRows] + line * 64);
@@ -301,8 +309,8 @@ static void blocked_tiles(const FourRows& rows, const float* const* x, int64_t m
     }
 }
 
-template <Element E>
-static void tiles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
+template <Element E> static void tiles(const FourRows& rows, const float* const* scales, const float* const* zeros,
+                                       const float* const* x, int64_t m, float* out) {
     constexpr int kMost = E == Element::f32 ? kRegisterTokens : kDirectTokens;
     Dots table[kMost + 1];
     Table<E, kMost>::fill(table);
@@ -313,7 +321,8 @@ static void tiles(const FourRows& rows, const float* const* scales, const float*
     }
 }
 
-template <Element E> static void decode(FourRows& rows, const float* const* scales, const float* const* zeros, float* panel) {
+template <Element E>
+static void decode(FourRows& rows, const float* const* scales, const float* const* zeros, float* panel) {
     const int64_t width = round_up(rows.columns, moestro::is_nibble(E) ? kBlock : W), stride = width + W;
     float* to[kRows] = {panel, panel + stride, panel + 2 * stride, panel + 3 * stride};
     walk<E>(rows, scales, zeros, true, [&](int64_t k, F a, F b, F c, F d) __attribute__((always_inline)) {
@@ -327,12 +336,14 @@ template <Element E> static void decode(FourRows& rows, const float* const* scal
 }
 
 // The scales and zero points of four rows, in `scratch`; what is left of it.
-template <Element E> static float* read_groups(const FourRows& asked, const float** scales, const float** zeros, float* scratch) {
+template <Element E>
+static float* read_groups(const FourRows& asked, const float** scales, const float** zeros, float* scratch) {
     if constexpr (moestro::has_scale(E)) {
         const int64_t n = asked.group_columns ? (asked.columns + asked.group_columns - 1) / asked.group_columns : 1;
         const int64_t room = round_up(n + 1, W) + W;
         for (int r = 0; r < kRows; ++r, scratch += room) {
-            read_scales(asked.scale, asked.scales[r], n, asked.global_scale[r] * (E == Element::e4m3 ? kE4m3Factor : 1.0f), scratch, room);
+            read_scales(asked.scale, asked.scales[r], n,
+                        asked.global_scale[r] * (E == Element::e4m3 ? kE4m3Factor : 1.0f), scratch, room);
             scales[r] = scratch;
         }
         if constexpr (moestro::has_zeros(E)) {
@@ -345,7 +356,8 @@ template <Element E> static float* read_groups(const FourRows& asked, const floa
     return scratch;
 }
 
-template <Element E> static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
+template <Element E>
+static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
     const float* scales[kRows] = {};
     const float* zeros[kRows] = {};
     scratch = read_groups<E>(asked, scales, zeros, scratch);

@@ -71,7 +71,8 @@ struct Layout {
     int64_t columns, lanes, padded;
 
     Layout(Element element, int64_t columns, int lanes)
-        : nibbles(is_nibble(element)), columns(columns), lanes(lanes), padded(round_up(columns, nibbles ? 8 * lanes : lanes)) {}
+        : nibbles(is_nibble(element)), columns(columns), lanes(lanes),
+          padded(round_up(columns, nibbles ? 8 * lanes : lanes)) {}
 
     // Rows are apart by this, off a power of two, so that those of a tile do not share cache sets.
     int64_t stride() const { return padded + 16; }

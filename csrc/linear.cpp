@@ -72,14 +72,17 @@ private:
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t panel = std::max(scratch_floats(layout_.padded, kBlock), of_tiles);
         float* room = scratch().reserve(panel + sums + segment);
+        Part memory{};
+        memory.panel = room, memory.sums = room + panel, memory.out = room + panel + sums;
         const bool counted = is_counting();
         if (isa_.tiles) isa_.tiles->begin();
         Reader reader(queue_);
         while (const Range* range = reader.take())
             for (int64_t i = range->first; i < range->last; i += kSegment)
                 for (int64_t t = 0; t < n_; t += kBlock) {
-                    const Part part = {i,    std::min(i + kSegment, range->last), t, std::min(kBlock, n_ - t),
-                                       room, room + panel,                        room + panel + sums};
+                    Part part = memory;
+                    part.first_row = i, part.last_row = std::min(i + kSegment, range->last);
+                    part.first_token = t, part.num_tokens = std::min(kBlock, n_ - t);
                     reader.last_pass = t + kBlock >= n_;
                     reader.counts = counted && i == 0;
                     if (isa_.tiles) tiled(reader, part);
@@ -165,8 +168,7 @@ void linear(const Isa& isa, const LinearCall& call) {
     const struct Release {
         ~Release() { Linear::release(); }
     } release;
-    for (int64_t t = 0; t < call.num_tokens; t += most)
-        Linear(isa, call, t, std::min(most, call.num_tokens - t)).run();
+    for (int64_t t = 0; t < call.num_tokens; t += most) Linear(isa, call, t, std::min(most, call.num_tokens - t)).run();
 }
 
 }  // namespace moestro

@@ -48,9 +48,9 @@ struct Router {
     int64_t top_k = 1;
 };
 
-// ids and weights [T, K] of float32 logits. An expert whose logit is -infinity is never chosen; where no other is left, the
-// slot is empty: id -1, weight 0. False, and what was written of no use, if a logit is NaN, or +infinity unless the score
-// is the sigmoid, or what is ranked is NaN, or the correction is not finite.
+// ids and weights [T, K] of float32 logits. An expert whose logit is -infinity is never chosen; where no other is left,
+// the slot is empty: id -1, weight 0. False, and what was written of no use, if a logit is NaN, or +infinity unless the
+// score is the sigmoid, or what is ranked is NaN, or the correction is not finite.
 bool route(const Scores& logits, const Router& router, int64_t* ids, float* weights, int num_threads);
 
 // Expert ids of N = T * K slots, contiguous; -1 is an empty slot.
@@ -62,10 +62,12 @@ struct Slots {
     int64_t count() const { return num_tokens * top_k; }
 };
 
-// Whether every id is in -1 .. num_experts - 1, and (if there are any) the float32 weight of every other slot than -1 is finite.
+// Whether every id is in -1 .. num_experts - 1, and (if there are any) the float32 weight of every other slot than -1
+// is finite.
 bool fits(const Slots& slots, const void* weights);
 
-// Rows in the order of experts, stable; those of empty slots last. All but `offsets` [E + 1] have a value for each slot.
+// Rows in the order of experts, stable; those of empty slots last. All but `offsets` [E + 1] have a value for each
+// slot.
 struct Grouped {
     int64_t *token_ids, *slots, *offsets, *inverse;
 };

@@ -50,7 +50,7 @@ Rows::Rows(const Call& call, const ExpertIds& ids, int64_t first_token, int64_t 
         if (e < 0) continue;
         const int64_t row = of_slot[s] = next[e]++;
         token[row] = s / call.top_k;
-        if (call.weight_on_input) factor[row] = call.routing_weights[first + s];
+        if (call.weight_on_input && call.routing_weights) factor[row] = call.routing_weights[first + s];
     }
     if (!call.all_experts) return;
     for (int64_t e = 0; e < experts; ++e)

@@ -27,9 +27,9 @@ struct Rows {
     Rows(const Call& call, const ExpertIds& ids, int64_t first_token, int64_t num_tokens, int64_t fewest_tiled);
 
     std::vector<Active> active;
-    std::vector<int64_t> token;         // of a row, counted from the first token
-    std::vector<float> factor;          // that its input is multiplied by
-    std::vector<int64_t> of_slot;       // -1 where a slot is empty
+    std::vector<int64_t> token;    // of a row, counted from the first token
+    std::vector<float> factor;     // that its input is multiplied by
+    std::vector<int64_t> of_slot;  // -1 where a slot is empty
     int64_t num_rows = 0, num_tiles = 0;
     int64_t first_plain = 0;  // row of those that stand in no tile
 

@@ -11,9 +11,7 @@ constexpr int64_t kBytesPerFma = 4;  // arithmetic that takes as long as reading
 constexpr int64_t kLinearRangeBytes = 128 << 10;
 constexpr int64_t kLinearRows = 64;  // a range of a matrix by itself is a multiple of it
 
-int64_t cost(const Projection& p, int64_t tokens) {
-    return std::max(p.row_bytes(), p.columns * tokens / kBytesPerFma);
-}
+int64_t cost(const Projection& p, int64_t tokens) { return std::max(p.row_bytes(), p.columns * tokens / kBytesPerFma); }
 
 }  // namespace
 

@@ -21,8 +21,8 @@ struct Range {
     int64_t first, last;  // intermediate columns, or rows of down
 };
 
-// Ranges of equal cost: along the intermediate size (gate_up) and the hidden size (down) where experts are few or one is
-// hot, and of whole experts where these are many and small. Says of each expert how many its gate_up is cut into.
+// Ranges of equal cost: along the intermediate size (gate_up) and the hidden size (down) where experts are few or one
+// is hot, and of whole experts where these are many and small. Says of each expert how many its gate_up is cut into.
 std::vector<Range> cut(const Call& call, std::vector<Active>& active);
 // Those of a matrix by itself.
 std::vector<Range> cut(const LinearCall& call);
@@ -54,8 +54,8 @@ struct Reader {
         following = nullptr;
         return range;
     }
-    // The range `distance` rows behind i, which is then there: in this range, or in the one that follows; null where there
-    // is none.
+    // The range `distance` rows behind i, which is then there: in this range, or in the one that follows; null where
+    // there is none.
     const Range* ahead(int64_t& i, int64_t distance) {
         i += distance;
         if (i < range->last) return range;

@@ -18,7 +18,8 @@ public:
     // Throws std::invalid_argument where sizes, groups and scales do not go together.
     explicit Stored(const Projection& projection);
 
-    // `experts[i]` is the number of the expert that `matrices[i * num_blocks ..]` make up; a routing may name no others.
+    // `experts[i]` is the number of the expert that `matrices[i * num_blocks ..]` make up; a routing may name no
+    // others.
     void use_table(int64_t num_experts, int64_t num_blocks, const std::vector<int64_t>& experts,
                    const std::vector<Addresses>& matrices);
 

@@ -55,7 +55,8 @@ inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Re
 }
 
 // `count` rows from each of two rows on: `at` and `at + distance`, one in `every` of them.
-inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64_t distance, int64_t every, const int* count) {
+inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64_t distance, int64_t every,
+                          const int* count) {
     TileRows found;
     found.element = p.element;
     found.scale = p.scale;
@@ -87,16 +88,19 @@ inline void follow(TileRows& rows, const Projection& p, int64_t expert, int64_t 
         rows.next[i] = data_of(p, expert, std::min(at + i * distance, p.rows - 1));
         rows.next_stride[i] = every * p.row_stride;
     }
-    if (packed && distance == 1) rows.next[1] = rows.next[0] + 16 * p.row_stride;  // rows that alternate lie in one place
+    if (packed && distance == 1)
+        rows.next[1] = rows.next[0] + 16 * p.row_stride;  // rows that alternate lie in one place
 }
 
 // The 32 values that tile_rows' products take, in `to`; null without a bias.
-inline const float* tile_bias(const Isa& isa, const FloatArray& bias, int64_t expert, int64_t at, int64_t distance, int64_t every, const int* count, float* to) {
+inline const float* tile_bias(const Isa& isa, const FloatArray& bias, int64_t expert, int64_t at, int64_t distance,
+                              int64_t every, const int* count, float* to) {
     if (!bias.data) return nullptr;
     const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
     for (int i = 0; i < 2; ++i)
         for (int r = 0; r < 16; ++r) {
-            const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at + i * distance + r * every) * size;
+            const auto* from =
+                static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at + i * distance + r * every) * size;
             to[16 * i + r] = 0.0f;
             if (r < count[i]) isa.widen(from, bias.dtype, 1, 1.0f, to + 16 * i + r);
         }

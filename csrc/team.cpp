@@ -59,7 +59,8 @@ void run_team(int num_threads, const std::function<void(int, int)>& work) {
             } catch (...) {
                 failure = std::current_exception();
             }
-        }).join();
+        })
+            .join();
         if (failure) std::rethrow_exception(failure);
         return;
     }

@@ -1,5 +1,5 @@
-// The k largest of each row, and routers made of it. A score becomes an integer whose order is that of the scores, and of
-// equal ones the last is taken.
+// The k largest of each row, and routers made of it. A score becomes an integer whose order is that of the scores, and
+// of equal ones the last is taken.
 
 #include <algorithm>
 #include <atomic>
@@ -14,17 +14,29 @@
 namespace moestro {
 namespace {
 
-constexpr int64_t kBlock = 16;     // scores whose largest is kept
+constexpr int64_t kBlock = 16;       // scores whose largest is kept
 constexpr int64_t kMostPicked = 32;  // larger k are sorted
 constexpr int64_t kWorthThreads = 1 << 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLowest = -1e30f;        // below any real score; the sum of a few is finite
+constexpr float kLowest = -1e30f;  // below any real score; the sum of a few is finite
 
 template <Real R> struct Bits;
-template <> struct Bits<Real::f32> { using Key = int32_t; static constexpr Key infinity = 0x7f800000; };
-template <> struct Bits<Real::f16> { using Key = int16_t; static constexpr Key infinity = 0x7c00; };
-template <> struct Bits<Real::bf16> { using Key = int16_t; static constexpr Key infinity = 0x7f80; };
-template <> struct Bits<Real::f64> { using Key = int64_t; static constexpr Key infinity = 0x7ff0000000000000; };
+template <> struct Bits<Real::f32> {
+    using Key = int32_t;
+    static constexpr Key infinity = 0x7f800000;
+};
+template <> struct Bits<Real::f16> {
+    using Key = int16_t;
+    static constexpr Key infinity = 0x7c00;
+};
+template <> struct Bits<Real::bf16> {
+    using Key = int16_t;
+    static constexpr Key infinity = 0x7f80;
+};
+template <> struct Bits<Real::f64> {
+    using Key = int64_t;
+    static constexpr Key infinity = 0x7ff0000000000000;
+};
 
 template <Real R> using KeyOf = typename Bits<R>::Key;
 
@@ -37,8 +49,8 @@ template <class Key> inline Key key_of(const void* scores, int64_t i, Key& size)
 
 constexpr int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
-// The keys of n scores, up to a whole block with the least number there is, which is no score's, and the largest key of each
-// block. False if a score is NaN.
+// The keys of n scores, up to a whole block with the least number there is, which is no score's, and the largest key of
+// each block. False if a score is NaN.
 template <Real R> bool make_keys(const void* scores, int64_t n, KeyOf<R>* keys, KeyOf<R>* largest) {
     using Key = KeyOf<R>;
     constexpr Key none = std::numeric_limits<Key>::min();
@@ -96,7 +108,8 @@ template <class Key> void sort(const Key* keys, int64_t n, int64_t k, int64_t* i
 // Memory of one thread for rows of n scores.
 template <Real R> struct Space {
     Space(int64_t n, int64_t k)
-        : keys(static_cast<size_t>(blocks_of(n) * kBlock)), blocks(static_cast<size_t>(blocks_of(n))), order(static_cast<size_t>(k > kMostPicked ? n : 0)) {}
+        : keys(static_cast<size_t>(blocks_of(n) * kBlock)), blocks(static_cast<size_t>(blocks_of(n))),
+          order(static_cast<size_t>(k > kMostPicked ? n : 0)) {}
     // The indices of the k largest; false if a score is NaN.
     bool largest(const void* scores, int64_t n, int64_t k, int64_t* indices) {
         if (!make_keys<R>(scores, n, keys.data(), blocks.data())) return false;
@@ -110,7 +123,8 @@ template <Real R> struct Space {
 
 // Calls `work(space, t)` for every row t until one of them returns false; each thread has what `make()` returns.
 template <class Make, class Work> bool each_row(const Scores& s, int num_threads, const Make& make, const Work& work) {
-    const int64_t num_rows = s.num_tokens, most = num_rows * s.num_experts < kWorthThreads ? 1 : std::min<int64_t>(num_threads, num_rows);
+    const int64_t num_rows = s.num_tokens,
+                  most = num_rows * s.num_experts < kWorthThreads ? 1 : std::min<int64_t>(num_threads, num_rows);
     std::vector<decltype(make())> spaces;
     spaces.reserve(static_cast<size_t>(most));
     for (int64_t i = 0; i < most; ++i) spaces.push_back(make());
@@ -194,9 +208,10 @@ void score(Score kind, float* z, int64_t n) {
 // Memory of one thread for a router's rows of n logits.
 struct RouterSpace {
     RouterSpace(int64_t n, const Router& r)
-        : z(static_cast<size_t>(n)), choice(z.size()), own(z.size()), of_group(static_cast<size_t>(r.groups.num_groups)),
-          order(static_cast<size_t>(std::max(n, r.groups.num_groups))), experts(n, r.top_k), groups(r.groups.num_groups, r.groups.top_groups),
-          best(n, r.groups.best) {}
+        : z(static_cast<size_t>(n)), choice(z.size()), own(z.size()),
+          of_group(static_cast<size_t>(r.groups.num_groups)),
+          order(static_cast<size_t>(std::max(n, r.groups.num_groups))), experts(n, r.top_k),
+          groups(r.groups.num_groups, r.groups.top_groups), best(n, r.groups.best) {}
     std::vector<float> z, choice, own, of_group;
     std::vector<int64_t> order;
     Space<Real::f32> experts, groups, best;

@@ -12,8 +12,12 @@ constexpr int W = 8;
 constexpr int kRegisterTokens = 2;  // 4 * 2 sums, 4 weights and a token in 16 registers
 constexpr int kDirectTokens = 2;
 
-struct F { __m256 v; };
-struct I { __m256i v; };
+struct F {
+    __m256 v;
+};
+struct I {
+    __m256i v;
+};
 
 inline F zero() { return {_mm256_setzero_ps()}; }
 inline F set1(float a) { return {_mm256_set1_ps(a)}; }
@@ -57,7 +61,9 @@ inline F load_e4m3_parts(const uint8_t* p) {
     return {_mm256_cvtph_ps(half)};
 }
 inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
-struct Two { F first, second; };
+struct Two {
+    F first, second;
+};
 inline Two load_two_e4m3(const uint8_t* p) { return {load_e4m3_parts(p), load_e4m3_parts(p + W)}; }
 inline Two load_two_e4m3_but_nan(const uint8_t* p) { return load_two_e4m3(p); }  // NaN too
 struct NanOfE4m3 {
@@ -81,7 +87,9 @@ inline I load_some_words(const uint8_t* p, int64_t n) {
     std::memcpy(padded, p, static_cast<size_t>(n));
     return load_words(padded);
 }
-struct E2m1 { __m256 magnitudes; };
+struct E2m1 {
+    __m256 magnitudes;
+};
 struct I4 {};
 struct U4 {};
 inline E2m1 e2m1_values() { return {_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6)}; }
@@ -101,7 +109,9 @@ template <int J> inline F nibble(U4, I words) {
 }
 
 // Lane l is p[8 * l / group]: what a block's columns share, eight columns a lane. Reads W floats.
-struct Spread { __m256i index; };
+struct Spread {
+    __m256i index;
+};
 inline Spread spread_of(int64_t group) {
     int shift = 0;
     while ((int64_t{1} << shift) < group) ++shift;
@@ -109,8 +119,11 @@ inline Spread spread_of(int64_t group) {
 }
 inline F spread(const float* p, Spread by) { return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(p), by.index)}; }
 
-// gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined first.
-inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined
+// first.
+inline __attribute__((always_inline)) void prefetch(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
 
 // Four sums of lanes. Each adds its lanes in the same order, whatever its place.
 inline void sums(F a, F b, F c, F d, float* out) {
@@ -127,7 +140,8 @@ inline void store_bf16(uint16_t* p, F a) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256 nan = _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q);
-    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(sum), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+    const __m256 chosen =
+        _mm256_blendv_ps(_mm256_castsi256_ps(sum), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
     const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);
     const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);

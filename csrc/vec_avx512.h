@@ -12,8 +12,12 @@ constexpr int W = 16;
 constexpr int kRegisterTokens = 6;  // token rows of a float32 tile: 4 * 6 sums, 4 weights and a token in 32 registers
 constexpr int kDirectTokens = 4;    // of a tile that decodes its weights in registers
 
-struct F { __m512 v; };
-struct I { __m512i v; };
+struct F {
+    __m512 v;
+};
+struct I {
+    __m512i v;
+};
 
 inline F zero() { return {_mm512_setzero_ps()}; }
 inline F set1(float a) { return {_mm512_set1_ps(a)}; }
@@ -34,7 +38,9 @@ inline F times_power_of_2(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
 // W stored elements as floats; columns in their order.
 inline F load_f32(const uint8_t* p) { return {_mm512_loadu_ps(p)}; }
-inline F load_f16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline F load_f16(const uint8_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 inline F load_bf16(const uint8_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
@@ -44,19 +50,23 @@ inline F load_i8(const uint8_t* p) {
 }
 // e4m3 shifted into the bits of a float16 is 2^-8 of its value, subnormals included; 0x7f is NaN.
 constexpr float kE4m3Factor = 256.0f;
-struct Two { F first, second; };
+struct Two {
+    F first, second;
+};
 inline Two load_two_e4m3(const uint8_t* p) {
     const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     const __m512i magnitude = _mm512_and_si512(wide, _mm512_set1_epi16(0x7f));
     const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
     // 0xf8: a | (b & c), the sign from the byte's place in a word's upper half.
-    __m512i half = _mm512_ternarylogic_epi32(_mm512_slli_epi16(magnitude, 7), _mm512_slli_epi16(wide, 8), _mm512_set1_epi16(INT16_MIN), 0xf8);
+    __m512i half = _mm512_ternarylogic_epi32(_mm512_slli_epi16(magnitude, 7), _mm512_slli_epi16(wide, 8),
+                                             _mm512_set1_epi16(INT16_MIN), 0xf8);
     half = _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7fff));
     return {{_mm512_cvtph_ps(_mm512_castsi512_si256(half))}, {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))}};
 }
 // The same, but for NaN, which is not told from 480.
 inline Two load_two_e4m3_but_nan(const uint8_t* p) {
-    const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 7);
+    const __m512i wide =
+        _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 7);
     const __m512i half = _mm512_and_si512(wide, _mm512_set1_epi16(static_cast<short>(0xbf80)));
     return {{_mm512_cvtph_ps(_mm512_castsi512_si256(half))}, {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))}};
 }
@@ -74,7 +84,8 @@ inline F load_e4m3_parts(const uint8_t* p) {
     const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
     const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(INT16_MIN));
     const __m256i half = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign);
-    return {_mm512_cvtph_ps(_mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7fff)))};
+    return {_mm512_cvtph_ps(_mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f)),
+                                                  _mm256_set1_epi16(0x7fff)))};
 }
 inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
 // 2^(e - 127); 255 is NaN.
@@ -92,7 +103,9 @@ inline F load_u8(const uint8_t* p) {
 inline I load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 // The first n bytes, zeros behind them.
 inline I load_some_words(const uint8_t* p, int64_t n) { return {_mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p)}; }
-struct Nibbles { __m512 table; };
+struct Nibbles {
+    __m512 table;
+};
 inline Nibbles e2m1_values() {
     return {_mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6)};
 }
@@ -104,7 +117,9 @@ template <int J> inline F nibble(Nibbles values, I words) {
 }
 
 // Lane l is p[8 * l / group]: what a block's columns share, eight columns a lane. Reads W floats.
-struct Spread { __m512i index; };
+struct Spread {
+    __m512i index;
+};
 inline Spread spread_of(int64_t group) {
     const __m512i lanes = _mm512_setr_epi32(0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120);
     int shift = 0;
@@ -113,8 +128,11 @@ inline Spread spread_of(int64_t group) {
 }
 inline F spread(const float* p, Spread by) { return {_mm512_permutexvar_ps(by.index, _mm512_loadu_ps(p))}; }
 
-// gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined first.
-inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+// gcc takes a function that only prefetches for one without effects, and drops calls to it unless they are inlined
+// first.
+inline __attribute__((always_inline)) void prefetch(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+}
 
 // Four sums of lanes. Each adds its lanes in the same order, whatever its place.
 inline void sums(F a, F b, F c, F d, float* out) {

@@ -11,8 +11,12 @@ constexpr int W = 4;
 constexpr int kRegisterTokens = 2;
 constexpr int kDirectTokens = 2;
 
-struct F { float v[W]; };
-struct I { uint32_t v[W]; };
+struct F {
+    float v[W];
+};
+struct I {
+    uint32_t v[W];
+};
 
 template <class Make> inline F each(Make make) {
     F r;
@@ -31,7 +35,9 @@ inline uint32_t to_bits(float f) {
 }
 
 inline F zero() { return {}; }
-inline F set1(float a) { return each([=](int) { return a; }); }
+inline F set1(float a) {
+    return each([=](int) { return a; });
+}
 inline F load(const float* p) {
     F r;
     std::memcpy(r.v, p, sizeof r.v);
@@ -39,15 +45,33 @@ inline F load(const float* p) {
 }
 inline void keep(F&) {}
 inline void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
-inline F fma(F a, F b, F c) { return each([&](int l) { return a.v[l] * b.v[l] + c.v[l]; }); }
-inline F operator+(F a, F b) { return each([&](int l) { return a.v[l] + b.v[l]; }); }
-inline F operator-(F a, F b) { return each([&](int l) { return a.v[l] - b.v[l]; }); }
-inline F operator*(F a, F b) { return each([&](int l) { return a.v[l] * b.v[l]; }); }
-inline F operator/(F a, F b) { return each([&](int l) { return a.v[l] / b.v[l]; }); }
-inline F at_most(F a, float bound) { return each([&](int l) { return a.v[l] > bound ? bound : a.v[l]; }); }
-inline F at_least(F a, float bound) { return each([&](int l) { return a.v[l] < bound ? bound : a.v[l]; }); }
-inline F round(F a) { return each([&](int l) { return std::nearbyint(a.v[l]); }); }
-inline F times_power_of_2(F a, F n) { return each([&](int l) { return std::ldexp(a.v[l], static_cast<int>(n.v[l])); }); }
+inline F fma(F a, F b, F c) {
+    return each([&](int l) { return a.v[l] * b.v[l] + c.v[l]; });
+}
+inline F operator+(F a, F b) {
+    return each([&](int l) { return a.v[l] + b.v[l]; });
+}
+inline F operator-(F a, F b) {
+    return each([&](int l) { return a.v[l] - b.v[l]; });
+}
+inline F operator*(F a, F b) {
+    return each([&](int l) { return a.v[l] * b.v[l]; });
+}
+inline F operator/(F a, F b) {
+    return each([&](int l) { return a.v[l] / b.v[l]; });
+}
+inline F at_most(F a, float bound) {
+    return each([&](int l) { return a.v[l] > bound ? bound : a.v[l]; });
+}
+inline F at_least(F a, float bound) {
+    return each([&](int l) { return a.v[l] < bound ? bound : a.v[l]; });
+}
+inline F round(F a) {
+    return each([&](int l) { return std::nearbyint(a.v[l]); });
+}
+inline F times_power_of_2(F a, F n) {
+    return each([&](int l) { return std::ldexp(a.v[l], static_cast<int>(n.v[l])); });
+}
 
 inline float half_value(uint16_t h) {
     const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu;
@@ -76,10 +100,18 @@ inline F load_f32(const uint8_t* p) {
     std::memcpy(r.v, p, sizeof r.v);
     return r;
 }
-inline F load_f16(const uint8_t* p) { return each([=](int l) { return half_value(word(p + 2 * l)); }); }
-inline F load_bf16(const uint8_t* p) { return each([=](int l) { return from_bits(uint32_t{word(p + 2 * l)} << 16); }); }
-inline F load_i8(const uint8_t* p) { return each([=](int l) { return static_cast<float>(static_cast<int8_t>(p[l])); }); }
-inline F load_u8(const uint8_t* p) { return each([=](int l) { return static_cast<float>(p[l]); }); }
+inline F load_f16(const uint8_t* p) {
+    return each([=](int l) { return half_value(word(p + 2 * l)); });
+}
+inline F load_bf16(const uint8_t* p) {
+    return each([=](int l) { return from_bits(uint32_t{word(p + 2 * l)} << 16); });
+}
+inline F load_i8(const uint8_t* p) {
+    return each([=](int l) { return static_cast<float>(static_cast<int8_t>(p[l])); });
+}
+inline F load_u8(const uint8_t* p) {
+    return each([=](int l) { return static_cast<float>(p[l]); });
+}
 // e4m3 shifted into the bits of a float16 is 2^-8 of its value, subnormals included; 0x7f is NaN.
 constexpr float kE4m3Factor = 256.0f;
 inline float e4m3_value(uint8_t b) {  // over kE4m3Factor
@@ -87,9 +119,13 @@ inline float e4m3_value(uint8_t b) {  // over kE4m3Factor
     if (magnitude == 0x7f) return from_bits(0x7fc00000u);
     return half_value(static_cast<uint16_t>(((b & 0x80) << 8) | (magnitude << 7)));
 }
-inline F load_e4m3_parts(const uint8_t* p) { return each([=](int l) { return e4m3_value(p[l]); }); }
+inline F load_e4m3_parts(const uint8_t* p) {
+    return each([=](int l) { return e4m3_value(p[l]); });
+}
 inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
-struct Two { F first, second; };
+struct Two {
+    F first, second;
+};
 inline Two load_two_e4m3(const uint8_t* p) { return {load_e4m3_parts(p), load_e4m3_parts(p + W)}; }
 inline Two load_two_e4m3_but_nan(const uint8_t* p) { return load_two_e4m3(p); }  // NaN too
 struct NanOfE4m3 {
@@ -114,7 +150,9 @@ inline I load_some_words(const uint8_t* p, int64_t n) {
     std::memcpy(padded, p, static_cast<size_t>(n));
     return load_words(padded);
 }
-struct Nibbles { float table[16]; };
+struct Nibbles {
+    float table[16];
+};
 inline Nibbles e2m1_values() { return {{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}}; }
 inline Nibbles i4_values() { return {{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}}; }
 inline Nibbles u4_values() { return {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}}; }
@@ -122,13 +160,17 @@ template <int J> inline F nibble(const Nibbles& values, I words) {
     return each([&](int l) { return values.table[(words.v[l] >> (4 * J)) & 15]; });
 }
 
-struct Spread { int index[W]; };
+struct Spread {
+    int index[W];
+};
 inline Spread spread_of(int64_t group) {
     Spread by;
     for (int l = 0; l < W; ++l) by.index[l] = static_cast<int>(8 * l / group);
     return by;
 }
-inline F spread(const float* p, const Spread& by) { return each([&](int l) { return p[by.index[l]]; }); }
+inline F spread(const float* p, const Spread& by) {
+    return each([&](int l) { return p[by.index[l]]; });
+}
 
 inline void prefetch(const void*) {}
 

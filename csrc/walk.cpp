@@ -37,13 +37,11 @@ void Walk::run() {
         for (int64_t t = 0; t < num_tokens_; ++t) combine(t);
         return;
     }
-    run_team(call_.num_threads, [&](int thread, int threads) {
-        share(thread, threads, prepared, [&](int64_t i) { prepare(i); });
-    });
+    run_team(call_.num_threads,
+             [&](int thread, int threads) { share(thread, threads, prepared, [&](int64_t i) { prepare(i); }); });
     run_team(call_.num_threads, [&](int, int) { take_ranges(); });
-    run_team(call_.num_threads, [&](int thread, int threads) {
-        share(thread, threads, num_tokens_, [&](int64_t t) { combine(t); });
-    });
+    run_team(call_.num_threads,
+             [&](int thread, int threads) { share(thread, threads, num_tokens_, [&](int64_t t) { combine(t); }); });
 }
 
 bool Walk::x_is_ready() const {
@@ -119,7 +117,8 @@ void Walk::prepare_tile(int64_t tile) {
     isa_.tiles->pack(rows, a.tile_width(), hidden, is_nibble(call_.gate_up.element), x_tile(tile));
 }
 
-// A tile; or the row of a token, or with weights on the input of a (token, slot) pair, in the order of gate_up's columns.
+// A tile; or the row of a token, or with weights on the input of a (token, slot) pair, in the order of gate_up's
+// columns.
 void Walk::prepare(int64_t i) {
     if (i < rows_.num_tiles) return prepare_tile(i);
     i -= rows_.num_tiles;

@@ -24,7 +24,8 @@ public:
     void run();
 
 private:
-    // Some rows of a projection for a block of tokens: the kernels that multiply them, and the tokens as these want them.
+    // Some rows of a projection for a block of tokens: the kernels that multiply them, and the tokens as these want
+    // them.
     struct Products {
         const Projection& projection;
         int64_t expert = 0;
@@ -73,7 +74,8 @@ private:
     void down(const Active& active, Reader& reader, int64_t first, int64_t m, const Room& room);
     Block block_of(const Active& active, int64_t first, int64_t m, bool down) const;
     Products products(const Projection& p, const Active& active, const Block& block, int64_t m, const Room& room) const;
-    void multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room, ReadRow* at) const;
+    void multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room,
+                  ReadRow* at) const;
     void count(const Products& products, const Reader& reader, int64_t m) const;
     template <int N>
     void describe(const Products& products, Reader& reader, int64_t column, ReadRow* at, FourRows* rows) const;

@@ -125,7 +125,8 @@ void Walk::add_bias(const Products& products, const ReadRow* at, int64_t m, floa
     const int64_t n = products.rows;
     for (int64_t i = 0; i < n; ++i) {
         const int64_t index = products.expert * bias.stride + at[i].row;
-        isa_.widen(static_cast<const uint8_t*>(bias.data) + bytes_of(bias.dtype, index), bias.dtype, 1, 1.0f, values + i);
+        isa_.widen(static_cast<const uint8_t*>(bias.data) + bytes_of(bias.dtype, index), bias.dtype, 1, 1.0f,
+                   values + i);
     }
     for (int64_t t = 0; t < m; ++t)
         for (int64_t i = 0; i < n; ++i) sums[n * t + i] += values[i];

@@ -1,13 +1,14 @@
 // bfloat16 tokens on AMX: 16 rows of weights, bfloat16 as they lie or panels that were decoded, times 16 tokens whose
 // values were put in pairs.
 //
-// A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever else
-// is in the tile. What stands between the projections is rounded to bfloat16.
+// A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever
+// else is in the tile. What stands between the projections is rounded to bfloat16.
 
 #define MOESTRO_ISA moestro_amx
 #include "../vec_avx512.h"
 #include "../epilogue.h"
 #include "../amx_panels.h"
+#include "../transpose.h"
 
 namespace MOESTRO_ISA {
 
@@ -43,32 +44,6 @@ MOESTRO_INLINE __m512i to_bfloat16(__m512 v) {
 // Two rows of 16 tokens as the pairs of one row of a tile.
 MOESTRO_INLINE __m512i bfloat16_pairs(F even, F odd) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(to_bfloat16(even.v), 16), to_bfloat16(odd.v));
-}
-
-static void transpose(__m512i* r) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
 }
 
 // 16 tokens' rows of bfloat16, null for none, as tiles one after the other: to[block][pair][token].
@@ -123,7 +98,8 @@ static Source source_of(const TileRows& w, uint8_t* scratch) {
             const int64_t done = s.whole * 64;
             std::memset(scratch, 0, kTile * 64);
             for (int r = 0; r < w.count[i]; ++r)
-                std::memcpy(scratch + r * 64, w.first[i] + r * w.stride[i] + done, static_cast<size_t>(row_bytes - done));
+                std::memcpy(scratch + r * 64, w.first[i] + r * w.stride[i] + done,
+                            static_cast<size_t>(row_bytes - done));
         }
         scratch += kTile * 64;
     }
@@ -139,7 +115,8 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
         _tile_zero(2);
         _tile_zero(3);
     }
-    const uint8_t *a = s.rows[0], *b = s.rows[1], *next_a = s.next[0] ? s.next[0] : s.rows[0], *next_b = s.next[0] ? s.next[1] : s.rows[1];
+    const uint8_t *a = s.rows[0], *b = s.rows[1], *next_a = s.next[0] ? s.next[0] : s.rows[0],
+                  *next_b = s.next[0] ? s.next[1] : s.rows[1];
     const int64_t blocks = s.whole + s.has_last;
     for (int64_t k = 0; k < blocks; ++k, a += 64, b += 64, next_a += 64, next_b += 64, x += kTile * width) {
         const bool last = k == s.whole;
@@ -179,7 +156,8 @@ template <int Tiles> MOESTRO_INLINE void clear() {
     }
 }
 // Adds the products of a block of 32 columns; `meanwhile(i)` is what the processor may do beside those of half i.
-template <int Tiles, class Meanwhile> MOESTRO_INLINE void multiply(const uint16_t* tiles, const uint32_t* x, int width, int64_t step, Meanwhile meanwhile) {
+template <int Tiles, class Meanwhile>
+MOESTRO_INLINE void multiply(const uint16_t* tiles, const uint32_t* x, int width, int64_t step, Meanwhile meanwhile) {
     _tile_loadd(6, x, 4 * width);
     _tile_loadd(4, tiles, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -211,9 +189,11 @@ template <int Tiles> static void add_scaled(const Packed& p, int64_t first, int6
 #pragma GCC unroll 16
         for (int row = 0; row < kTile; ++row) sum[row] = load(to + row * kTile);
         for (int64_t g = 0; g < n; ++g) {
-            const float *from = sums + (g * 2 * Tiles + t) * kTileWords, *scales = p.scales + half * kTile * p.room + first + g;
+            const float *from = sums + (g * 2 * Tiles + t) * kTileWords,
+                        *scales = p.scales + half * kTile * p.room + first + g;
 #pragma GCC unroll 16
-            for (int row = 0; row < kTile; ++row) sum[row] = fma(load(from + row * kTile), set1(scales[row * p.room]), sum[row]);
+            for (int row = 0; row < kTile; ++row)
+                sum[row] = fma(load(from + row * kTile), set1(scales[row * p.room]), sum[row]);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < kTile; ++row) store(to + row * kTile, sum[row]);
@@ -221,11 +201,13 @@ template <int Tiles> static void add_scaled(const Packed& p, int64_t first, int6
 }
 
 // c as `product` has it, from panels: those of all columns stand one after the other in `panels`, or two take turns.
-template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode, bool keep, const uint32_t* x, int64_t step, float* c) {
+template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
+                                                               bool keep, const uint32_t* x, int64_t step, float* c) {
     const Packed& p = decoder.p;
     const int width = p.rows->width;
     const bool by_group = p.scaled == Scaled::group;
-    const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords, per_group = by_group ? p.group / kColumns : blocks;
+    const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords,
+                  per_group = by_group ? p.group / kColumns : blocks;
     alignas(64) float sums[4 * 2 * Tiles * kTileWords];
     if (by_group && width < kTile) std::memset(sums, 0, sizeof sums);
     if (by_group) std::memset(c, 0, Tiles * 2 * kTileWords * sizeof(float));
@@ -237,10 +219,13 @@ template <int Tiles, class Decoder> static void packed_product(const Decoder& de
         const int64_t next = b / 4 + 1;
         const bool more = decode && next * 4 < blocks;
         uint16_t* const to = panel(next);
-        __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
-        multiply<Tiles>(panel(b / 4) + b % 4 * 2 * kTile * kColumns, x + b * kTile * width, width, step, [&](int half) __attribute__((always_inline)) {
-            if (more) decoder.part(next * kPanel, static_cast<int>(b % 4 * 2 + half) * kPart, to);
-        });
+        __asm__ volatile(
+            "" ::
+                : "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
+        multiply<Tiles>(panel(b / 4) + b % 4 * 2 * kTile * kColumns, x + b * kTile * width, width, step,
+                        [&](int half) __attribute__((always_inline)) {
+                            if (more) decoder.part(next * kPanel, static_cast<int>(b % 4 * 2 + half) * kPart, to);
+                        });
         const bool last = b + 1 == blocks;
         if (!by_group || (++in_group < per_group && !last)) continue;
         store_tiles<Tiles>(sums + groups++ * 2 * Tiles * kTileWords);
@@ -254,7 +239,8 @@ template <int Tiles, class Decoder> static void packed_product(const Decoder& de
     if (!by_group) store_tiles<Tiles>(c);
 }
 
-template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, const uint32_t* x, int64_t step, int64_t tiles, uint8_t* scratch, Each each) {
+template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, const uint32_t* x, int64_t step,
+                                                          int64_t tiles, uint8_t* scratch, Each each) {
     alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay as they are
     float factors[2 * kTile];
     const Packed p = packed_of(w, reinterpret_cast<float*>(scratch), factors);
@@ -267,14 +253,16 @@ template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, con
         });
         for (int i = 0; i < (two ? 2 : 1); ++i) {
             float* sums = c + 2 * i * kTileWords;
-            for (int row = 0; row < 2 * kTile; ++row) store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
+            for (int row = 0; row < 2 * kTile; ++row)
+                store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
             each(t + i, sums);
         }
     }
 }
 
 // Calls each(tile, its sums [half][row][token]) for every tile of tokens.
-template <class Each> MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles, uint8_t* scratch, Each each) {
+template <class Each>
+MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles, uint8_t* scratch, Each each) {
     const int64_t step = moestro::tile_words(w.columns);
     if (w.width != configured) configure(w.width);
     if (w.element != Element::bf16) return packed_products(w, x, step, tiles, scratch, each);
@@ -290,19 +278,16 @@ template <class Each> MOESTRO_INLINE void products(const TileRows& w, const uint
 }
 
 // The first rows of each half are gate's and up's (gated), or the lower and the upper half of 32 columns of h.
-static void gate_up(const TileRows& w, const float* bias, const Activation& act, const uint32_t* x, int64_t tiles, int64_t column, uint32_t* h, uint8_t* scratch) {
+static void gate_up(const TileRows& w, const float* bias, const Activation& act, const uint32_t* x, int64_t tiles,
+                    int64_t column, uint32_t* h, uint8_t* scratch) {
     products(w, x, tiles, scratch, [&](int64_t t, float* c) __attribute__((always_inline)) {
         const auto value = [&](int half, int row) {
-            F v = load(c + (half * kTile + row) * kTile);
-            if (bias) v = v + set1(bias[half * kTile + row]);
-            return act.limited ? at_most(v, act.limit) : v;
+            const F v = load(c + (half * kTile + row) * kTile);
+            return bias ? v + set1(bias[half * kTile + row]) : v;
         };
         const auto result = [&](int half, int row) {
             if (row >= w.count[half]) return zero();
-            const F gate = apply(act.kind, act.alpha, value(half, row));
-            if (!act.gated) return gate;
-            const F up = value(1, row);
-            return gate * ((act.limited ? at_least(up, -act.limit) : up) + set1(act.up_offset));
+            return activated(act, value(half, row), act.gated ? value(1, row) : zero());
         };
         uint32_t* to = h + t * w.out_step;
         const auto tokens = static_cast<__mmask16>((1 << w.width) - 1);
@@ -311,7 +296,8 @@ static void gate_up(const TileRows& w, const float* bias, const Activation& act,
             for (int row = 0; row < kTile; row += 2) {
                 // Columns a and b of h make up a pair: neighbours, or four apart where nibbles follow.
                 const int a = w.out_nibbles ? row / 8 * 8 + row % 8 / 2 : row, b = w.out_nibbles ? a + 4 : a + 1;
-                const int64_t at = first + a, pair = w.out_nibbles ? at / kColumns * kTile + at % 4 * 4 + at % kColumns / 8 : at / 2;
+                const int64_t at = first + a,
+                              pair = w.out_nibbles ? at / kColumns * kTile + at % 4 * 4 + at % kColumns / 8 : at / 2;
                 _mm512_mask_storeu_epi32(to + pair * w.width, tokens, bfloat16_pairs(result(half, a), result(half, b)));
             }
         }
@@ -319,7 +305,8 @@ static void gate_up(const TileRows& w, const float* bias, const Activation& act,
 }
 
 // y[t][first + i] for the tokens of the tiles that have a row.
-static void down(const TileRows& w, const float* bias, const uint32_t* h, int64_t tiles, float* const* y, uint8_t* scratch) {
+static void down(const TileRows& w, const float* bias, const uint32_t* h, int64_t tiles, float* const* y,
+                 uint8_t* scratch) {
     products(w, h, tiles, scratch, [&](int64_t t, float* c) __attribute__((always_inline)) {
         for (int half = 0; half < 2; ++half) {
             const int n = w.count[half];
@@ -349,7 +336,10 @@ namespace MOESTRO_ISA {
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
-    moestro::Isa isa = basic_isa("amx", moestro::all_of({Feature::amx_tile, Feature::amx_bf16, Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl, Feature::avx512_bf16, Feature::avx512_vbmi, Feature::avx512_vnni, Feature::tiles_allowed}));
+    moestro::Isa isa =
+        basic_isa("amx", moestro::all_of({Feature::amx_tile, Feature::amx_bf16, Feature::avx512f, Feature::avx512bw,
+                                          Feature::avx512dq, Feature::avx512vl, Feature::avx512_bf16,
+                                          Feature::avx512_vbmi, Feature::avx512_vnni, Feature::tiles_allowed}));
     isa.four_rows = four_rows;
     isa.tiles = &kTileOps;
     isa.int8_residual = &moestro::kAmxInt8Residual;

@@ -1,20 +1,21 @@
-// Rows as int8 on AMX: 32 rows of weights meet tokens 16 at a time, in exact sums of 32 bits. Few tokens are left to VNNI,
-// whose sums these equal bit by bit: floats are added in the order in which its lanes and then `sums` add them.
+// Rows as int8 on AMX: 32 rows of weights meet tokens 16 at a time, in exact sums of 32 bits. Few tokens are left to
+// VNNI, whose sums these equal bit by bit: floats are added in the order in which its lanes and then `sums` add them.
 //
-// One side of a product is 16 rows of weights: of int8 as they lie, of nibbles decoded to signed bytes, one unit of columns
-// that share a scale at a time. The other is 16 tokens, four columns of each in a word: [unit][word][token].
+// One side of a product is 16 rows of weights: of int8 as they lie, of nibbles decoded to signed bytes, one unit of
+// columns that share a scale at a time. The other is 16 tokens, four columns of each in a word: [unit][word][token].
 
 #define MOESTRO_ISA moestro_amx_int8
 #include "../bytes_avx512.h"
 #include "../epilogue.h"
 #include "../int8_residual.h"
+#include "../transpose.h"
 
 namespace MOESTRO_ISA {
 
 using moestro::kInt8TileRows;
-constexpr int kTile = 16;                // rows of weights, and tokens
+constexpr int kTile = 16;  // rows of weights, and tokens
 constexpr int64_t kTileWords = kTile * kTile;
-constexpr int kPair = 2;                 // tiles of tokens that are multiplied together
+constexpr int kPair = 2;  // tiles of tokens that are multiplied together
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -26,33 +27,8 @@ struct alignas(64) TileConfig {
         rows[6] = rows[7] = static_cast<uint8_t>(columns / 4);
     }
 };
-static const TileConfig kWhole(64), kUnit(32), kHalf(16);  // of all of which gcc 12 does not know that the instruction reads it
-
-static void transpose(__m512i* r) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
+static const TileConfig kWhole(64), kUnit(32),
+    kHalf(16);  // of all of which gcc 12 does not know that the instruction reads it
 
 // The place of a lane's units: `sums` adds lanes in pairs, pairs of pairs and so on, in this order.
 constexpr int kRank[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
@@ -99,20 +75,23 @@ static void pack(Element e, int64_t columns, int64_t group_columns, const float*
             }
             for (int v = 0; v < 8; ++v) {  // a vector of a block holds four columns of every lane's unit
                 words(block * kUnits + v * kVectorBytes, r);
-                // Of whole units rows of weights hold the even columns, and then the odd ones; of halves they alternate by word.
+                // Of whole units rows of weights hold the even columns, and then the odd ones; of halves they alternate
+                // by word.
                 const int part = v * shape.parts / 8, word = shape.parts == 1 ? v % 2 * 4 + v / 2 : v % 4;
-                for (int lane = 0; lane < W; ++lane) _mm512_storeu_si512(bytes + shape.place(lane, block, part) * unit_tile + word * 64, r[lane]);
+                for (int lane = 0; lane < W; ++lane)
+                    _mm512_storeu_si512(bytes + shape.place(lane, block, part) * unit_tile + word * 64, r[lane]);
             }
             for (int p = 0; shape.zeros && p < shape.parts; ++p) {
                 words(padded + (block * shape.parts + p) * 4 * W, r);
-                for (int lane = 0; lane < W; ++lane) _mm512_storeu_si512(bytes + shape.units() * unit_tile + shape.place(lane, block, p) * 64, r[lane]);
+                for (int lane = 0; lane < W; ++lane)
+                    _mm512_storeu_si512(bytes + shape.units() * unit_tile + shape.place(lane, block, p) * 64, r[lane]);
             }
         }
     }
 }
 
-// 32 rows of weights: of nibbles signed bytes [unit][row][column]; scales and zero points [group][row], and where in these
-// a unit's stand.
+// 32 rows of weights: of nibbles signed bytes [unit][row][column]; scales and zero points [group][row], and where in
+// these a unit's stand.
 struct TilePanel {
     uint8_t* codes;
     float* scales;
@@ -128,21 +107,26 @@ template <Element E> MOESTRO_INLINE I signed_nibbles(I nibbles) {
 }
 
 // Row `at` of a panel. Lane 4 * q + j of VNNI's order is unit 4 * j + q of a block, which is 128-bit lane q of load j.
-template <Element E> static void decode_row(const uint8_t* row, int64_t columns, const Shape& shape, int at, uint8_t* codes) {
-    const __m512i low_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    const int64_t apart = kInt8TileRows * shape.unit_bytes;
+template <Element E>
+static void decode_row(const uint8_t* row, int64_t columns, const Shape& shape, int at, uint8_t* codes) {
+    const __m512i low_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                  high_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    const int64_t part_step = kInt8TileRows * shape.unit_bytes;
     for (int64_t k = 0, block = 0; k < columns; k += kUnits, ++block) {
         const uint8_t* from = row + k / 2;
         alignas(64) uint8_t padded[kUnits / 2];
         if (k + kUnits > columns) from = copied(from, (columns - k) / 2, padded, kUnits / 2);
-        uint8_t* const to = codes + at * shape.unit_bytes + block * shape.parts * apart;
-        const int64_t lane = shape.blocks * shape.parts * apart;  // from one rank to the next
+        uint8_t* const to = codes + at * shape.unit_bytes + block * shape.parts * part_step;
+        const int64_t lane = shape.blocks * shape.parts * part_step;  // from one rank to the next
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
-            const I words = load_bytes(from + j * 64), low = signed_nibbles<E>(words), high = signed_nibbles<E>(upper_nibbles(words));
-            uint8_t* const place[4] = {to + kRank[j] * lane, to + kRank[4 + j] * lane, to + kRank[8 + j] * lane, to + kRank[12 + j] * lane};
+            const I words = load_bytes(from + j * 64), low = signed_nibbles<E>(words),
+                    high = signed_nibbles<E>(upper_nibbles(words));
+            uint8_t* const place[4] = {to + kRank[j] * lane, to + kRank[4 + j] * lane, to + kRank[8 + j] * lane,
+                                       to + kRank[12 + j] * lane};
             if (shape.parts == 1) {
-                const __m512i a = _mm512_permutex2var_epi64(low.v, low_half, high.v), b = _mm512_permutex2var_epi64(low.v, high_half, high.v);
+                const __m512i a = _mm512_permutex2var_epi64(low.v, low_half, high.v),
+                              b = _mm512_permutex2var_epi64(low.v, high_half, high.v);
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(place[0]), _mm512_castsi512_si256(a));
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(place[1]), _mm512_extracti64x4_epi64(a, 1));
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(place[2]), _mm512_castsi512_si256(b));
@@ -151,10 +135,14 @@ template <Element E> static void decode_row(const uint8_t* row, int64_t columns,
             }
             const __m512i halves[2] = {_mm512_unpacklo_epi32(low.v, high.v), _mm512_unpackhi_epi32(low.v, high.v)};
             for (int p = 0; p < 2; ++p) {
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[0] + p * apart), _mm512_castsi512_si128(halves[p]));
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[1] + p * apart), _mm512_extracti32x4_epi32(halves[p], 1));
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[2] + p * apart), _mm512_extracti32x4_epi32(halves[p], 2));
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[3] + p * apart), _mm512_extracti32x4_epi32(halves[p], 3));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[0] + p * part_step),
+                                 _mm512_castsi512_si128(halves[p]));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[1] + p * part_step),
+                                 _mm512_extracti32x4_epi32(halves[p], 1));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[2] + p * part_step),
+                                 _mm512_extracti32x4_epi32(halves[p], 2));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(place[3] + p * part_step),
+                                 _mm512_extracti32x4_epi32(halves[p], 3));
             }
         }
     }
@@ -175,7 +163,8 @@ static const uint8_t* row_of(const FourRows* eight, int r) { return eight[r / kR
 
 static void read_panel(const FourRows* eight, const Shape& shape, float* room_for_rows, const TilePanel& panel) {
     const FourRows& first = eight[0];
-    const int64_t n = first.group_columns ? (first.columns + first.group_columns - 1) / first.group_columns : 1, room = round_up(n, W) + 2 * W;
+    const int64_t n = first.group_columns ? (first.columns + first.group_columns - 1) / first.group_columns : 1,
+                  room = round_up(n, W) + 2 * W;
     const int64_t last = room - W;  // a multiple of W behind all groups that units may name
     for (int r = 0; r < kInt8TileRows; ++r) {
         const FourRows& rows = eight[r / kRows];
@@ -184,7 +173,8 @@ static void read_panel(const FourRows* eight, const Shape& shape, float* room_fo
     }
     turn(room_for_rows, last, room, panel.scales);
     if (shape.zeros) {
-        for (int r = 0; r < kInt8TileRows; ++r) read_zeros(eight[r / kRows].zeros[r % kRows], n, room_for_rows + r * room, room);
+        for (int r = 0; r < kInt8TileRows; ++r)
+            read_zeros(eight[r / kRows].zeros[r % kRows], n, room_for_rows + r * room, room);
         turn(room_for_rows, last, room, reinterpret_cast<float*>(panel.zeros));
         for (int64_t i = 0; i < last * kInt8TileRows; i += W)
             store_bytes(panel.zeros + i, to_integers(load(reinterpret_cast<float*>(panel.zeros) + i)));
@@ -196,12 +186,14 @@ static void read_panel(const FourRows* eight, const Shape& shape, float* room_fo
     for (int lane = 0; lane < W; ++lane)
         for (int64_t block = 0; block < shape.blocks; ++block)
             for (int p = 0; p < shape.parts; ++p)
-                panel.group[shape.place(lane, block, p)] = static_cast<int32_t>((block * kUnits + 32 * (lane % 4 * 4 + lane / 4) + 16 * p) >> shift);
+                panel.group[shape.place(lane, block, p)] =
+                    static_cast<int32_t>((block * kUnits + 32 * (lane % 4 * 4 + lane / 4) + 16 * p) >> shift);
     for (int r = 0; r < kInt8TileRows; ++r) {
         const uint8_t* row = row_of(eight, r);
-        if (first.element == Element::e2m1) decode_row<Element::e2m1>(row, first.columns, shape, r, panel.codes);
-        else if (first.element == Element::i4) decode_row<Element::i4>(row, first.columns, shape, r, panel.codes);
-        else decode_row<Element::u4>(row, first.columns, shape, r, panel.codes);
+        moestro::with_integer(first.element, [&](auto e) {
+            constexpr Element kElement = decltype(e)::value;
+            if constexpr (moestro::is_nibble(kElement)) decode_row<kElement>(row, first.columns, shape, r, panel.codes);
+        });
     }
 }
 
@@ -210,11 +202,13 @@ struct Next {
     const FourRows* eight;
     int64_t line = 0, lines;
 
-    Next(const FourRows* asked, int64_t row_bytes) : eight(asked), lines(asked->next[0] ? row_bytes / 64 * kInt8TileRows : 0) {}
+    Next(const FourRows* asked, int64_t row_bytes)
+        : eight(asked), lines(asked->next[0] ? row_bytes / 64 * kInt8TileRows : 0) {}
     MOESTRO_INLINE void some(int64_t n) {
         for (; n > 0 && line < lines; --n, ++line) {
             const FourRows& rows = eight[line % kInt8TileRows / kRows];
-            _mm_prefetch(reinterpret_cast<const char*>(rows.next[line % kRows] + line / kInt8TileRows * 64), _MM_HINT_T1);
+            _mm_prefetch(reinterpret_cast<const char*>(rows.next[line % kRows] + line / kInt8TileRows * 64),
+                         _MM_HINT_T1);
         }
     }
 };
@@ -236,7 +230,8 @@ template <int Tiles> MOESTRO_INLINE void store_tiles(int32_t* c) {
     }
 }
 // Adds the products of both halves of rows and one or two tiles of tokens.
-template <int Tiles> MOESTRO_INLINE void multiply(const uint8_t* a, const uint8_t* b, const int64_t* stride, const uint8_t* x, int64_t step) {
+template <int Tiles> MOESTRO_INLINE void multiply(const uint8_t* a, const uint8_t* b, const int64_t* stride,
+                                                  const uint8_t* x, int64_t step) {
     _tile_loadd(6, x, 64);
     _tile_loadd(4, a, stride[0]);
     _tile_dpbssd(0, 4, 6);
@@ -267,8 +262,9 @@ template <int Tiles> struct Tree {
 };
 
 // Units first to first + n of a leaf, whose exact sums stand in `c`, for one tile of them.
-template <int Tiles, bool Zeros>
-static void add_units(const TilePanel& panel, const Shape& shape, const uint8_t* x, int64_t step, const int32_t* c, int64_t first, int64_t n, int tile, Tree<Tiles>& tree) {
+template <int Tiles, bool Zeros> static void add_units(const TilePanel& panel, const Shape& shape, const uint8_t* x,
+                                                       int64_t step, const int32_t* c, int64_t first, int64_t n,
+                                                       int tile, Tree<Tiles>& tree) {
     const int64_t chain = shape.blocks * shape.parts, leaf = first / chain;
     const int half = tile % 2;
     __m512 sum[16];
@@ -280,11 +276,14 @@ static void add_units(const TilePanel& panel, const Shape& shape, const uint8_t*
         const int64_t at = int64_t{panel.group[first + u]} * kInt8TileRows + half * kTile;
         const float* scales = panel.scales + at;
         __m512i own = _mm512_setzero_si512();
-        if constexpr (Zeros) own = _mm512_loadu_si512(x + tile / 2 * step + 64 + shape.units() * shape.unit_bytes * kTile + (first + u) * 64);
+        if constexpr (Zeros)
+            own = _mm512_loadu_si512(x + tile / 2 * step + 64 + shape.units() * shape.unit_bytes * kTile +
+                                     (first + u) * 64);
 #pragma GCC unroll 16
         for (int i = 0; i < kTile; ++i) {
             __m512i exact = _mm512_load_si512(from + i * kTile);
-            if constexpr (Zeros) exact = _mm512_add_epi32(exact, _mm512_madd_epi16(own, _mm512_set1_epi32(panel.zeros[at + i])));
+            if constexpr (Zeros)
+                exact = _mm512_add_epi32(exact, _mm512_madd_epi16(own, _mm512_set1_epi32(panel.zeros[at + i])));
             sum[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(scales[i]), sum[i]);
         }
     }
@@ -293,7 +292,8 @@ static void add_units(const TilePanel& panel, const Shape& shape, const uint8_t*
         int level = 0;
         for (; leaf >> level & 1; ++level)
 #pragma GCC unroll 16
-            for (int i = 0; i < kTile; ++i) sum[i] = _mm512_add_ps(_mm512_load_ps(tree.level[level][tile] + i * kTile), sum[i]);
+            for (int i = 0; i < kTile; ++i)
+                sum[i] = _mm512_add_ps(_mm512_load_ps(tree.level[level][tile] + i * kTile), sum[i]);
         to = tree.level[level][tile];
     }
 #pragma GCC unroll 16
@@ -301,8 +301,8 @@ static void add_units(const TilePanel& panel, const Shape& shape, const uint8_t*
 }
 
 // While tiles multiply a few units, the sums of the few before become floats.
-template <int Tiles, bool Zeros>
-static void unit_products(const TilePanel& panel, const Shape& shape, const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
+template <int Tiles, bool Zeros> static void unit_products(const TilePanel& panel, const Shape& shape, const uint8_t* x,
+                                                           int64_t m, Next& next, int64_t lines, float* out) {
     alignas(64) int32_t c[2][kAtOnce * 2 * Tiles * kTileWords];
     Tree<Tiles> tree;
     const int64_t step = shape.tile_bytes(), units = shape.units(), chain = shape.blocks * shape.parts;
@@ -314,13 +314,17 @@ static void unit_products(const TilePanel& panel, const Shape& shape, const uint
         for (int64_t i = 0; i < kAtOnce; ++i) {
             if (i < n) {
                 const uint8_t* a = panel.codes + (u + i) * kInt8TileRows * shape.unit_bytes;
-                __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
+                __asm__ volatile(
+                    "" ::
+                        : "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
                 clear_tiles<Tiles>();
                 multiply<Tiles>(a, a + unit_tile, stride, x + 64 + (u + i) * unit_tile, step);
                 store_tiles<Tiles>(c[turn] + i * 2 * Tiles * kTileWords);
                 next.some(lines);
             }
-            if (n_before && i < 2 * Tiles) add_units<Tiles, Zeros>(panel, shape, x, step, c[turn ^ 1], before, n_before, static_cast<int>(i), tree);
+            if (n_before && i < 2 * Tiles)
+                add_units<Tiles, Zeros>(panel, shape, x, step, c[turn ^ 1], before, n_before, static_cast<int>(i),
+                                        tree);
         }
         before = u, n_before = n;
         u += n;
@@ -329,15 +333,17 @@ static void unit_products(const TilePanel& panel, const Shape& shape, const uint
         __m512 sum[16];
         for (int i = 0; i < kTile; ++i) sum[i] = _mm512_load_ps(tree.level[4][tile] + i * kTile);
         const int64_t t = tile / 2 * kTile;
-        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t, out + t * kInt8TileRows + tile % 2 * kTile);
+        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t,
+             out + t * kInt8TileRows + tile % 2 * kTile);
     }
 }
 
 // Sums all along the row. `a` are 32 rows of int8 as they lie, and of `last` what does not fill 64 columns.
-template <int Tiles>
-static void row_products(const FourRows* eight, const TilePanel& panel, const Shape& shape, const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
+template <int Tiles> static void row_products(const FourRows* eight, const TilePanel& panel, const Shape& shape,
+                                              const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
     const int64_t step = shape.tile_bytes(), whole = eight->columns / 64;
-    const int64_t stride[2] = {row_of(eight, 1) - row_of(eight, 0), row_of(eight, 17) - row_of(eight, 16)}, packed[2] = {64, 64};
+    const int64_t stride[2] = {row_of(eight, 1) - row_of(eight, 0), row_of(eight, 17) - row_of(eight, 16)},
+                  packed[2] = {64, 64};
     const uint8_t *a = row_of(eight, 0), *b = row_of(eight, 16);
     alignas(64) int32_t c[2 * Tiles * kTileWords];
     __asm__ volatile("" ::: "memory");
@@ -345,7 +351,9 @@ static void row_products(const FourRows* eight, const TilePanel& panel, const Sh
     for (int64_t k = 0; k < shape.blocks; ++k, x += kTile * 64) {
         next.some(lines);
         if (k < whole && panel.group[0]) multiply<Tiles>(a + k * 64, b + k * 64, stride, x + 64, step);
-        else multiply<Tiles>(panel.codes + k * kInt8TileRows * 64, panel.codes + k * kInt8TileRows * 64 + kTile * 64, packed, x + 64, step);
+        else
+            multiply<Tiles>(panel.codes + k * kInt8TileRows * 64, panel.codes + k * kInt8TileRows * 64 + kTile * 64,
+                            packed, x + 64, step);
     }
     store_tiles<Tiles>(c);
     __asm__ volatile("" ::: "memory");
@@ -353,18 +361,22 @@ static void row_products(const FourRows* eight, const TilePanel& panel, const Sh
     for (int tile = 0; tile < 2 * Tiles; ++tile) {
         __m512 sum[16];
         for (int i = 0; i < kTile; ++i)
-            sum[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(c + tile * kTileWords + i * kTile)), _mm512_set1_ps(panel.scales[tile % 2 * kTile + i]));
+            sum[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(c + tile * kTileWords + i * kTile)),
+                                   _mm512_set1_ps(panel.scales[tile % 2 * kTile + i]));
         const int64_t t = tile / 2 * kTile;
-        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t, out + t * kInt8TileRows + tile % 2 * kTile);
+        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t,
+             out + t * kInt8TileRows + tile % 2 * kTile);
     }
 }
 
-// Copies the columns that do not fill a tile, or of rows that are not equally far apart all columns; panel.group[0] says which.
+// Copies the columns that do not fill a tile, or of rows of unequal distances all columns; panel.group[0]
+// says which.
 static void copy_rows(const FourRows* eight, const TilePanel& panel) {
     bool even = true;
     for (int r = 0; r < kInt8TileRows; ++r) {
         const int first = r / kTile * kTile;
-        even = even && row_of(eight, r) - row_of(eight, first) == (r - first) * (row_of(eight, first + 1) - row_of(eight, first));
+        even = even && row_of(eight, r) - row_of(eight, first) ==
+                           (r - first) * (row_of(eight, first + 1) - row_of(eight, first));
     }
     panel.group[0] = even;
     const int64_t columns = eight->columns;
@@ -379,7 +391,8 @@ static void copy_rows(const FourRows* eight, const TilePanel& panel) {
 
 static void int8_tile_rows(const FourRows* eight, const uint8_t* x, int64_t m, float* out, float* scratch) {
     const Shape shape = shape_of(eight->element, eight->columns, eight->group_columns);
-    const int64_t n = eight->group_columns ? (eight->columns + eight->group_columns - 1) / eight->group_columns : 1, room = round_up(n, W) + 2 * W;
+    const int64_t n = eight->group_columns ? (eight->columns + eight->group_columns - 1) / eight->group_columns : 1,
+                  room = round_up(n, W) + 2 * W;
     TilePanel panel;
     panel.scales = scratch;
     panel.zeros = reinterpret_cast<int32_t*>(panel.scales + kInt8TileRows * room);
@@ -389,14 +402,22 @@ static void int8_tile_rows(const FourRows* eight, const uint8_t* x, int64_t m, f
     read_panel(eight, shape, rows, panel);
     if (!shape.nibbles) copy_rows(eight, panel);
     _tile_loadconfig(!shape.nibbles ? &kWhole : shape.parts == 1 ? &kUnit : &kHalf);
-    const int64_t pairs = (m + 2 * kTile - 1) / (2 * kTile), row_bytes = shape.nibbles ? eight->columns / 2 : eight->columns;
+    const int64_t pairs = (m + 2 * kTile - 1) / (2 * kTile),
+                  row_bytes = shape.nibbles ? eight->columns / 2 : eight->columns;
     Next next(eight, row_bytes);
     const int64_t lines = next.lines / (pairs * shape.units()) + 1;
-    for (int64_t t = 0; t < m; t += kPair * kTile, x += kPair * shape.tile_bytes(), out += kPair * kTile * kInt8TileRows) {
+    for (int64_t t = 0; t < m;
+         t += kPair * kTile, x += kPair * shape.tile_bytes(), out += kPair * kTile * kInt8TileRows) {
         const bool two = m - t > kTile;
-        if (!shape.nibbles) two ? row_products<2>(eight, panel, shape, x, m - t, next, lines, out) : row_products<1>(eight, panel, shape, x, m - t, next, lines, out);
-        else if (shape.zeros) two ? unit_products<2, true>(panel, shape, x, m - t, next, lines, out) : unit_products<1, true>(panel, shape, x, m - t, next, lines, out);
-        else two ? unit_products<2, false>(panel, shape, x, m - t, next, lines, out) : unit_products<1, false>(panel, shape, x, m - t, next, lines, out);
+        if (!shape.nibbles)
+            two ? row_products<2>(eight, panel, shape, x, m - t, next, lines, out)
+                : row_products<1>(eight, panel, shape, x, m - t, next, lines, out);
+        else if (shape.zeros)
+            two ? unit_products<2, true>(panel, shape, x, m - t, next, lines, out)
+                : unit_products<1, true>(panel, shape, x, m - t, next, lines, out);
+        else
+            two ? unit_products<2, false>(panel, shape, x, m - t, next, lines, out)
+                : unit_products<1, false>(panel, shape, x, m - t, next, lines, out);
     }
     _tile_release();
 }
@@ -411,7 +432,10 @@ static const moestro::Int8Ops kInt8WithTiles = {int8_row_floats, quantize_row, i
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
-    moestro::Isa isa = basic_isa("amx-int8", moestro::all_of({Feature::amx_tile, Feature::amx_int8, Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl, Feature::avx512_vnni, Feature::avx512_vbmi, Feature::tiles_allowed}));
+    moestro::Isa isa = basic_isa(
+        "amx-int8",
+        moestro::all_of({Feature::amx_tile, Feature::amx_int8, Feature::avx512f, Feature::avx512bw, Feature::avx512dq,
+                         Feature::avx512vl, Feature::avx512_vnni, Feature::avx512_vbmi, Feature::tiles_allowed}));
     isa.int8 = &kInt8WithTiles;
     return isa;
 }

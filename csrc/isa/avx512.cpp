@@ -8,7 +8,8 @@ namespace MOESTRO_ISA {
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
-    moestro::Isa isa = basic_isa("avx512", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl}));
+    moestro::Isa isa = basic_isa(
+        "avx512", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl}));
     isa.four_rows = four_rows;
     isa.eight_rows = eight_rows;
     isa.int8 = &kInt8;

@@ -9,7 +9,8 @@ namespace MOESTRO_ISA {
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
-    moestro::Isa isa = basic_isa("avx512-vnni", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl, Feature::avx512_vnni}));
+    moestro::Isa isa = basic_isa("avx512-vnni", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq,
+                                                                 Feature::avx512vl, Feature::avx512_vnni}));
     isa.four_rows = four_rows;
     isa.eight_rows = eight_rows;
     isa.int8 = &kInt8;

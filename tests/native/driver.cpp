@@ -1,7 +1,8 @@
 // Runs the engine by itself over many shapes, formats, instruction sets and numbers of threads, for builds with
-// sanitizers: every array is an allocation of its own of exactly the bytes that a call may touch, and the team is made of
-// ordinary threads, which ThreadSanitizer can follow. Fails if bits depend on the threads or the strategy, or a routing is
-// not what its definition says. Links the engine without team.cpp and bindings.cpp; docs/log.md has the command.
+// sanitizers: every array is an allocation of its own of exactly the bytes that a call may touch, and the team is made
+// of ordinary threads, which ThreadSanitizer can follow. Fails if bits depend on the threads or the strategy, or a
+// routing is not what its definition says. Links the engine without team.cpp and the bindings; docs/log.md has the
+// command.
 
 #include <algorithm>
 #include <cmath>
@@ -36,26 +37,25 @@ int64_t among(std::initializer_list<int64_t> values) { return values.begin()[gen
 struct Bytes {
     std::unique_ptr<uint8_t[]> data;
     explicit Bytes(int64_t size, bool scales = false) : data(new uint8_t[static_cast<size_t>(size)]) {
-        for (int64_t i = 0; i < size; ++i) data[i] = static_cast<uint8_t>(scales ? 0x3c + generator() % 2 : generator() & 0xbf & ~0x40);
+        for (int64_t i = 0; i < size; ++i)
+            data[i] = static_cast<uint8_t>(scales ? 0x3c + generator() % 2 : generator() & 0xbf & ~0x40);
     }
 };
-
-int64_t scale_size(Scale s) { return s == Scale::none ? 0 : s == Scale::f32 ? 4 : s == Scale::f16 || s == Scale::bf16 ? 2 : 1; }
 
 struct Experts {
     Projection projection;
     std::vector<Bytes> kept;
     std::vector<Matrix> table;
 
-    Experts(Element element, int64_t experts, int64_t rows, int64_t columns, int64_t num_blocks, bool rounded) {
+    Experts(Element element, int64_t experts, int64_t rows, int64_t columns, int64_t num_blocks, bool int8) {
         Projection& p = projection;
         p.element = element;
         p.scale = element <= Element::bf16 ? Scale::none : static_cast<Scale>(1 + generator() % 5);
         p.rows = rows, p.columns = columns, p.num_blocks = num_blocks;
-        p.group_columns = is_nibble(element) ? among({16, 32, 64}) : rounded ? 0 : among({0, 128});
+        p.group_columns = is_nibble(element) ? among({16, 32, 64}) : int8 ? 0 : among({0, 128});
         p.group_rows = is_nibble(element) ? 1 : among({0, 1, 128});
         p.row_stride = p.row_bytes();
-        p.scale_row_stride = p.num_groups() * scale_size(p.scale);
+        p.scale_row_stride = p.num_groups() * bytes_of(p.scale);
         p.zero_row_stride = p.num_groups();
         const int64_t height = rows / num_blocks, down = p.group_rows ? (height + p.group_rows - 1) / p.group_rows : 1;
         for (int64_t m = 0; m < experts * num_blocks; ++m) {
@@ -75,17 +75,21 @@ struct Experts {
 
 // One layer, computed with one thread and then in other ways; whether all gave the same bits.
 bool same_bits(const Isa& isa) {
-    const bool tiled = isa.tiles != nullptr, rounded = isa.rounded && (!isa.four_rows || generator() % 2);
-    const auto element = [&] { return static_cast<Element>(tiled ? 2 + generator() % 6 : rounded ? 4 + generator() % 4 : generator() % 8); };
+    const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || generator() % 2);
+    const auto element = [&] {
+        return static_cast<Element>(tiled ? 2 + generator() % 6 : int8 ? 4 + generator() % 4 : generator() % 8);
+    };
     const Element first = element(), last = element();
     const int64_t W = isa.lanes;
     const auto width = [&](Element e) {
-        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64, 32 * W, 32 * W + 64, 1088, 2112}) : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33, 1025, 2051});
+        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64, 32 * W, 32 * W + 64, 1088, 2112})
+                            : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33, 1025, 2051});
     };
     Call call;
-    call.rounded = rounded;
+    call.int8_input = int8;
     call.hidden_size = width(first), call.intermediate_size = width(last);
-    call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}), call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
+    call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}),
+    call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
     call.activation.kind = static_cast<Kind>(generator() % 8);
     call.activation.gated = generator() % 2, call.activation.interleaved = call.activation.gated && generator() % 2;
     call.activation.limited = true, call.activation.limit = 7.0f;
@@ -93,8 +97,8 @@ bool same_bits(const Isa& isa) {
     call.same_bits = generator() % 2;
     const int64_t halves = call.activation.gated ? 2 : 1;
     Experts gate_up(first, call.num_experts, halves * call.intermediate_size, call.hidden_size,
-                    call.activation.interleaved ? 1 : among({1, halves}), rounded);
-    Experts down(last, call.num_experts, call.hidden_size, call.intermediate_size, 1, rounded);
+                    call.activation.interleaved ? 1 : among({1, halves}), int8);
+    Experts down(last, call.num_experts, call.hidden_size, call.intermediate_size, 1, int8);
     call.gate_up = gate_up.projection, call.down = down.projection;
 
     const auto dtype = tiled ? Element::bf16 : static_cast<Element>(generator() % 3);
@@ -118,7 +122,8 @@ bool same_bits(const Isa& isa) {
         for (const int64_t block : {1, 96})
             for (const bool all_experts : {false, true}) {
                 std::unique_ptr<uint8_t[]> out(new uint8_t[out_bytes]);
-                call.num_threads = threads, call.token_block = block, call.all_experts = all_experts, call.out = out.get();
+                call.num_threads = threads, call.token_block = block, call.all_experts = all_experts,
+                call.out = out.get();
                 expert_mlp(isa, call);
                 const bool other_kernels = !call.same_bits && (all_experts || block == 1);  // by the number of rows
                 if (!other_kernels && std::memcmp(out.get(), expected.get(), out_bytes) != 0) return false;
@@ -127,28 +132,32 @@ bool same_bits(const Isa& isa) {
 }
 
 // One projection with one thread, and then its last tokens with several; whether they have the same bits.
-bool same_projection(const Isa& isa) {
+bool same_linear(const Isa& isa) {
     if (!isa.tiles && !isa.four_rows) return true;
     const auto dtype = isa.tiles ? Element::bf16 : static_cast<Element>(generator() % 3);
     const int64_t W = isa.lanes, size = dtype == Element::f32 ? 4 : 2;
-    const int64_t rows = among({1, 2, 15, 16, 17, 31, 33, 65, 200, 417}), columns = among({1, 3, 7, W - 1, W, W + 1, 33, 8 * W + 2, 150, 1000});
+    const int64_t rows = among({1, 2, 15, 16, 17, 31, 33, 65, 200, 417}),
+                  columns = among({1, 3, 7, W - 1, W, W + 1, 33, 8 * W + 2, 150, 1000});
     const int64_t tokens = among({1, 2, 5, 17, 97, 200});
     Bytes x(tokens * columns * size), weights(rows * columns * size), bias(rows * size), expected(tokens * rows * size);
-    ProjectionCall call;
+    LinearCall call;
     call.num_tokens = tokens;
     call.x = {x.data.get(), dtype, columns};
     call.weights.element = dtype, call.weights.rows = rows, call.weights.columns = columns;
-    call.weights.group_columns = 0, call.weights.row_stride = columns * size, call.weights.base.data = weights.data.get();
+    call.weights.group_columns = 0, call.weights.row_stride = columns * size,
+    call.weights.base.data = weights.data.get();
     if (generator() % 2) call.bias = {bias.data.get(), dtype, 0};
     call.out = expected.data.get(), call.out_dtype = dtype;
-    project(isa, call);
+    linear(isa, call);
     for (const int threads : {1, 2, 5})
         for (const int64_t last : {int64_t{1}, std::min<int64_t>(tokens, 3), tokens}) {
             Bytes out(last * rows * size);
             call.num_threads = threads, call.num_tokens = last, call.out = out.data.get();
             call.x.data = x.data.get() + (tokens - last) * columns * size;
-            project(isa, call);
-            if (std::memcmp(out.data.get(), expected.data.get() + (tokens - last) * rows * size, last * rows * size) != 0) return false;
+            linear(isa, call);
+            if (std::memcmp(out.data.get(), expected.data.get() + (tokens - last) * rows * size, last * rows * size) !=
+                0)
+                return false;
         }
     return true;
 }
@@ -157,8 +166,10 @@ bool same_projection(const Isa& isa) {
 bool right_topk() {
     const auto dtype = static_cast<Real>(generator() % 4);
     const int64_t size = dtype == Real::f64 ? 8 : dtype == Real::f32 ? 4 : 2;
-    const int64_t tokens = among({1, 2, 7, 300}), experts = among({1, 2, 3, 15, 16, 17, 64, 100, 256, 513}), stride = experts + among({0, 5});
-    const int64_t k = 1 + static_cast<int64_t>(generator() % std::min<int64_t>(experts, 12)), last = (tokens - 1) * stride + experts;
+    const int64_t tokens = among({1, 2, 7, 300}), experts = among({1, 2, 3, 15, 16, 17, 64, 100, 256, 513}),
+                  stride = experts + among({0, 5});
+    const int64_t k = 1 + static_cast<int64_t>(generator() % std::min<int64_t>(experts, 12)),
+                  last = (tokens - 1) * stride + experts;
     Bytes scores(last * size);
     std::vector<double> values(static_cast<size_t>(last));
     for (int64_t i = 0; i < last; ++i) {  // whole numbers up to 31 have the same value in every dtype
@@ -167,9 +178,15 @@ bool right_topk() {
         uint32_t bits;
         std::memcpy(&bits, &narrow, 4);
         const auto bf16 = static_cast<uint16_t>(bits >> 16);
-        const auto f16 = static_cast<uint16_t>(value == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023));
+        const auto f16 = static_cast<uint16_t>(
+            value == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023));
         uint8_t* to = scores.data.get() + i * size;
-        std::memcpy(to, dtype == Real::f64 ? static_cast<const void*>(&value) : dtype == Real::f32 ? static_cast<const void*>(&narrow) : dtype == Real::f16 ? static_cast<const void*>(&f16) : &bf16, size);
+        std::memcpy(to,
+                    dtype == Real::f64   ? static_cast<const void*>(&value)
+                    : dtype == Real::f32 ? static_cast<const void*>(&narrow)
+                    : dtype == Real::f16 ? static_cast<const void*>(&f16)
+                                         : &bf16,
+                    size);
     }
     for (const int threads : {1, 2, 5}) {
         std::unique_ptr<int64_t[]> found(new int64_t[tokens * k]);
@@ -178,7 +195,8 @@ bool right_topk() {
             std::vector<int64_t> order(static_cast<size_t>(experts));
             for (int64_t e = 0; e < experts; ++e) order[e] = e;
             const double* row = values.data() + t * stride;
-            std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row[a] != row[b] ? row[a] > row[b] : a > b; });
+            std::sort(order.begin(), order.end(),
+                      [&](int64_t a, int64_t b) { return row[a] != row[b] ? row[a] > row[b] : a > b; });
             if (!std::equal(order.begin(), order.begin() + k, found.get() + t * k)) return false;
         }
     }
@@ -189,7 +207,8 @@ bool right_topk() {
 bool right_routing() {
     const int64_t tokens = among({1, 2, 7, 300}), experts = among({4, 16, 64, 256}), groups = among({1, 2, 4});
     Router router;
-    router.score = static_cast<Score>(generator() % 2), router.select_on_logits = generator() % 2, router.renormalize = generator() % 2;
+    router.score = static_cast<Score>(generator() % 2), router.select_on_logits = generator() % 2,
+    router.renormalize = generator() % 2;
     router.groups = {groups, std::max<int64_t>(groups / 2, 1), 2, 0.0f};
     router.top_k = 1 + static_cast<int64_t>(generator() % 2);
     std::unique_ptr<float[]> logits(new float[tokens * experts]), correction(new float[experts]);
@@ -200,13 +219,17 @@ bool right_routing() {
     std::unique_ptr<int64_t[]> ids(new int64_t[count]), again(new int64_t[count]);
     std::unique_ptr<float[]> weights(new float[count]), others(new float[count]);
     const Scores scores{logits.get(), Real::f32, tokens, experts, experts};
-    if (!route(scores, router, ids.get(), weights.get(), 1) || !route(scores, router, again.get(), others.get(), 5)) return false;
-    if (!std::equal(ids.get(), ids.get() + count, again.get()) || std::memcmp(weights.get(), others.get(), count * 4) != 0) return false;
+    if (!route(scores, router, ids.get(), weights.get(), 1) || !route(scores, router, again.get(), others.get(), 5))
+        return false;
+    if (!std::equal(ids.get(), ids.get() + count, again.get()) ||
+        std::memcmp(weights.get(), others.get(), count * 4) != 0)
+        return false;
     for (int64_t i = 0; i < count; i += 3) ids[i] = -1;
     const Slots slots{ids.get(), true, tokens, router.top_k, experts};
     if (!fits(slots, weights.get())) return false;
     for (const int threads : {1, 5}) {
-        std::unique_ptr<int64_t[]> token_ids(new int64_t[count]), places(new int64_t[count]), offsets(new int64_t[experts + 1]), inverse(new int64_t[count]);
+        std::unique_ptr<int64_t[]> token_ids(new int64_t[count]), places(new int64_t[count]),
+            offsets(new int64_t[experts + 1]), inverse(new int64_t[count]);
         if (!group(slots, {token_ids.get(), places.get(), offsets.get(), inverse.get()}, threads)) return false;
         for (int64_t i = 0; i < count; ++i) {
             const int64_t at = inverse[i], id = ids[i];
@@ -215,7 +238,8 @@ bool right_routing() {
         }
     }
     const int64_t size = among({1, 16}), blocks = count / size + experts;
-    std::unique_ptr<int64_t[]> owners(new int64_t[blocks]), pairs(new int64_t[blocks * size]), cells(new int64_t[count]), counts(new int64_t[experts]);
+    std::unique_ptr<int64_t[]> owners(new int64_t[blocks]), pairs(new int64_t[blocks * size]),
+        cells(new int64_t[count]), counts(new int64_t[experts]);
     if (!schedule(slots, {blocks, size, owners.get(), pairs.get(), cells.get(), counts.get()})) return false;
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 ? cells[i] != -1 : pairs[cells[i]] != i || owners[cells[i] / size] != ids[i]) return false;
@@ -230,8 +254,9 @@ int main(int argc, char** argv) {
         if (!kIsas[i]->runs_here()) continue;
         for (int r = 0; r < rounds; ++r)
             for (const bool alone : {false, true})
-                if (!(alone ? same_projection : same_bits)(*kIsas[i])) {
-                    std::printf("%s: bits of a %s differ in round %d\n", kIsas[i]->name, alone ? "projection" : "layer", r);
+                if (!(alone ? same_linear : same_bits)(*kIsas[i])) {
+                    std::printf("%s: bits of a %s differ in round %d\n", kIsas[i]->name, alone ? "projection" : "layer",
+                                r);
                     return 1;
                 }
         std::printf("%s: %d layers and projections\n", kIsas[i]->name, rounds);

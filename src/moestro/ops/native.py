@@ -108,6 +108,19 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
+def kernel_table() -> str:
+    """Which kernel runs when, as the engine has it, in Markdown; empty without the engine."""
+    if module is None:
+        return ""
+    kernels, tiles = module.kernel_table()
+    lines = ["| kernel | runs |", "|---|---|", *(f"| {name} | {when} |" for name, when in kernels), ""]
+    lines += ["| weights | rows from which on, beside floats | beside int8 with a residual |", "|---|---|---|"]
+    lines += [f"| {weights} | {floats} | {residual} |" for weights, floats, residual in tiles]
+    lines += ["| every other | 1 | 1 |", "", "| instruction set | `direct_tokens` |", "|---|---|"]
+    lines += [f"| {isa.name} | {isa.direct_tokens} |" for isa in module.isas() if isa.multiplies_floats]
+    return "\n".join(lines)
+
+
 def engine() -> Any:
     """The extension module, where `missing` has nothing to say."""
     assert module is not None
