@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moestro import reference
 from moestro.bench.layers import LAYERS, expected_output, inputs, make_layer
-from moestro.bench.ops import OpBenchmark, OpCase
 from moestro.bench.peers import ours
 from moestro.ops import _select, grouping
 from moestro.ops.expert_mlp import tuning
 from moestro.ops.projection.reference import projection as reference_projection
+from operations import OpBenchmark, OpCase
 
 INPUTS = 4
 

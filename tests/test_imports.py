@@ -14,10 +14,10 @@ LAYERS: list[set[str]] = [
     {"errors", "settings", "types", "machine", "tolerances"},
     {"formats", "weights", "reference"},
     {"ops"},
-    {"routing", "experts", "shared", "memory"},
+    {"routing", "experts", "shared"},
     {"moe"},
-    {"parallel", "checkpoint", "plan", "explain"},
-    {"bench"},
+    {"checkpoint", "explain"},
+    {"bench", "quality"},
     {"hf"},
     {"cli", "__main__"},
 ]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro.bench.quality import Tally, Window, score
 from moestro.hf.accelerate import Found, find
 from moestro.ops import _select
 from moestro.ops.expert_mlp import run
+from moestro.quality.score import Tally, Window, score
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
 
