@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import like_triton_kernels
+import like_triton_kernels
 from moestro.bench import LAYERS, known_peers, make_layer
 from moestro.bench.layers import LayerSpec, expected_output, inputs
 from moestro.settings import BENCH_PEERS_VARIABLE

@@ -423,7 +423,7 @@ def test_the_command_supervises_and_draws(
         Found(head(), reports).save(path)
         return 0
 
-    monkeypatch.setattr(sweep, "supervise", supervise)
+    monkeypatch.setattr(crash_isolated, "supervise", supervise)
     assert command.main([*OPTIONS, "--results", str(tmp_path)]) == 0
     [child] = ran
     assert child[0] == sys.executable
