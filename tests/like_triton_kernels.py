@@ -260,4 +260,4 @@ def write(folder: Path, version: str) -> None:
         path = folder.joinpath("triton_kernels", *module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / "__init__.py").touch()
-        path.write_text("".join(f"from bench.like_triton_kernels import {name}\n" for name in names))
+        path.write_text("".join(f"from like_triton_kernels import {name}\n" for name in names))

@@ -78,6 +78,42 @@ def test_optional_parts_are_imported_on_use(module: Source) -> None:
     assert early == []
 
 
+def is_of_gpus(module: Source) -> bool:
+    return module.path.name.startswith(("triton", "gpu"))
+
+
+def native_parts(module: Source) -> list[str]:
+    """What a module takes of the native engine: by an import, or as a part of a package that it imported."""
+    taken = [f"{module.where}:{i.line}" for i in own(module) if i.target.split(".")[-1] in ("native", "_native", "cpu")]
+    calls = {id(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call)}
+    return taken + [
+        f"{module.where}:{node.lineno}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("native", "cpu") and id(node) not in calls
+    ]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if is_of_gpus(m)], ids=lambda m: m.name)
+def test_gpu_modules_import_no_native_ones(module: Source) -> None:
+    assert native_parts(module) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from moestro.ops import native", 1),
+        ("from moestro.ops.topk.cpu import find", 1),
+        ("from moestro.ops import topk\ntopk.cpu.find(x, 2)", 1),
+        ("from moestro.ops import tensors\ny = x.cpu()", 0),
+    ],
+)
+def test_the_reader_of_native_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, count: int) -> None:
+    path = tmp_path / "triton.py"
+    path.write_text(text)
+    monkeypatch.setattr(Source, "where", "triton.py")
+    assert len(native_parts(Source("moestro.ops.topk.triton", path))) == count
+
+
 def root(found: Import) -> str:
     return found.target.split(".")[0]
 

@@ -438,6 +438,6 @@ def test_the_command_supervises_and_draws(
     assert page.read_text().count("| olmoe | moestro |") == page.read_text().count("| mixtral | moestro |") == 2
     [stored] = tmp_path.glob("*-gpu-olmoe.json")
     assert json.loads(stored.read_text())["machine"]["gpu"]["name"] == "Some GPU"
-    monkeypatch.setattr(sweep, "supervise", lambda *given: 2)
+    monkeypatch.setattr(crash_isolated, "supervise", lambda *given: 2)
     assert command.main([*OPTIONS, "--results", str(tmp_path / "nothing")]) == 2
     assert not (tmp_path / "nothing").exists()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moestro import settings
-from moestro.ops import native
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
@@ -78,22 +77,22 @@ def _unusable(device: torch.device) -> str | None:
     return missing()
 
 
-def unreadable(*tensors: Tensor) -> str | None:
+def unreadable(*given: Tensor) -> str | None:
     """Why kernels cannot read these tensors where they lie; None if they can."""
-    for tensor in tensors:
+    for tensor in given:
         reason = unusable(tensor)
         if reason is not None:
             return reason
-        if not native.is_ordinary(tensor):
-            return "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
+        if not tensors.is_ordinary(tensor):
+            return tensors.NOT_ORDINARY
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return "it computes no gradients, and a tensor requires one"
+            return tensors.REQUIRES_GRAD
     if torch.compiler.is_compiling():
-        return "a graph that is traced is to see every operation"
+        return tensors.TRACED
     if forward_ad._current_level >= 0:
-        return "it computes no gradients, and forward-mode differentiation is on"
-    if native.is_watched():
-        return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
+        return tensors.FORWARD_MODE
+    if tensors.is_watched():
+        return tensors.WATCHED
     return None
 
 

@@ -8,12 +8,11 @@ from types import ModuleType
 
 import torch  # (also loads the OpenMP runtime whose threads the engine shares)
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from moestro.ops import tensors
+from moestro.ops.tensors import is_ordinary as is_ordinary
+from moestro.ops.tensors import is_watched as is_watched
 from moestro.types import Routing
-
-_ORDINARY = (Tensor, torch.nn.Parameter)
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -77,42 +76,18 @@ def reason(isa: Isa) -> str | None:
     return missing() or (None if isa.runs_here else f"this processor lacks {isa.needs}")
 
 
-def is_watched() -> bool:
-    """Whether somebody is to see every operation, and so must not be handed results of none."""
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
-
-
-def differentiates(tensor: Tensor) -> bool:
-    """Whether what is computed of the tensor is recorded for a gradient, or forward-mode differentiation is on."""
-    return (torch.is_grad_enabled() and tensor.requires_grad) or forward_ad._current_level >= 0
-
-
-def is_ordinary(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds its values as they are: not a subclass, not lazily negated."""
-    return type(tensor) in _ORDINARY and not tensor.is_neg()
-
-
-def empty(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-    """What `torch.empty` returns for a matrix, in half of its time."""
-    return torch.empty_strided((num_rows, num_columns), (num_columns, 1), dtype=dtype, device=device)
-
-
 def unreadable(tensor: Tensor) -> str | None:
     """Why the engine cannot read one tensor of numbers where it lies; None if it can."""
     if module is None:
         return missing()
     if torch.compiler.is_compiling():
-        return "a graph that is traced is to see every operation"
+        return tensors.TRACED
     if not tensor.is_cpu:
         return f"it computes on the CPU, and its argument is on {tensor.device.type}"
     if not is_ordinary(tensor):
-        return "it reads memory as it is, and its argument is of a subclass or stands for its negative"
+        return tensors.NOT_ORDINARY
     if is_watched():
-        return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
+        return tensors.WATCHED
     return None
 
 

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from moestro.ops import _select, native, topk
+from moestro.ops import _select, native, tensors, topk
 from moestro.routing.scoring import Scoring
 from moestro.types import Routing
 
@@ -52,11 +52,11 @@ def route(
         return None
     engine = native.module
     assert engine is not None
-    logits = topk.cpu.rows(logits)
+    logits = tensors.contiguous_rows(logits)
     correction = None if correction is None else correction.to(torch.float32).contiguous()
     num_tokens, num_experts = logits.shape
-    ids = native.empty(num_tokens, top_k, torch.int64)
-    weights = native.empty(num_tokens, top_k, torch.float32)
+    ids = tensors.empty(num_tokens, top_k, torch.int64)
+    weights = tensors.empty(num_tokens, top_k, torch.float32)
     good = engine.route(
         (logits.data_ptr(), 0, num_tokens, num_experts, logits.stride(0)),
         top_k,
@@ -70,7 +70,7 @@ def route(
 
 
 def _readable(logits: Tensor, top_k: int, correction: Tensor | None) -> bool:
-    if logits.dtype != torch.float32 or native.differentiates(logits):
+    if logits.dtype != torch.float32 or tensors.differentiates(logits):
         return False
     if correction is not None and native.unreadable(correction) is not None:
         return False

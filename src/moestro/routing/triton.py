@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moestro.ops import _select, gpu, native, topk
+from moestro.ops import _select, gpu, tensors, topk
 from moestro.ops.gpu_checks import ASSERTING
 from moestro.ops.topk import tuning
 from moestro.routing.scoring import Scoring
@@ -53,12 +53,12 @@ def route(
 
 def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, limits: _Groups) -> Routing:
     """`route` of arguments that fit."""
-    logits = topk.cpu.rows(logits)
+    logits = tensors.contiguous_rows(logits)
     correction = None if correction is None else correction.contiguous()
     num_tokens, num_columns = logits.shape
     slots = top_k + scoring.shared_experts
-    ids = native.empty(num_tokens, slots, torch.int64, logits.device)
-    weights = native.empty(num_tokens, slots, torch.float32, logits.device)
+    ids = tensors.empty(num_tokens, slots, torch.int64, logits.device)
+    weights = tensors.empty(num_tokens, slots, torch.float32, logits.device)
     if num_tokens:
         stride = logits.stride(0)
         given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
@@ -128,7 +128,7 @@ def _values(
 
 
 def _fits(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups) -> bool:
-    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or native.differentiates(logits):
+    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or tensors.differentiates(logits):
         return False
     if _select.select("topk", logits, top_k).call is not topk.triton.topk:
         return False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moestro import formats
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
-from moestro.ops import native
+from moestro.ops import native, tensors
 
 _ELEMENTS = {
     "float32": 0, "float16": 1, "bfloat16": 2, "e4m3": 3, "int8": 4, "e2m1": 5, "int4": 6, "uint4": 7,
@@ -37,7 +37,7 @@ class Description:
     """
 
     def __init__(self, stored: StoredExperts) -> None:
-        self.is_ordinary = all(map(native.is_ordinary, stored.tensors))
+        self.is_ordinary = all(map(tensors.is_ordinary, stored.tensors))
         self.reason = _reason(stored)
         self.handle: Any = None
 

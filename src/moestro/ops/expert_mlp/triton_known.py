@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moestro import settings
-from moestro.ops import native
+from moestro.ops import tensors
 from moestro.ops.expert_mlp import triton_tuned
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -123,7 +123,7 @@ def facts(x: Tensor, routing: Routing, strategy: str) -> Hashable:
 
 def _is_seen(*given: Tensor) -> bool:
     """Whether more is to be done with these tensors, or other things, than to read them where they lie."""
-    if native.is_watched() or forward_ad._current_level >= 0 or not all(map(native.is_ordinary, given)):
+    if tensors.is_watched() or forward_ad._current_level >= 0 or not all(map(tensors.is_ordinary, given)):
         return True
     return torch.is_grad_enabled() and any(map(_wants_gradient, given))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moestro.ops import native
+from moestro.ops import native, tensors
 from moestro.ops.projection import tuning
 
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -18,8 +18,7 @@ def supports(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         return reason
     if not isa.multiplies_floats:
         return "it multiplies rows as int8 only"
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    for t in tensors:
+    for t in (x, weight) if bias is None else (x, weight, bias):
         reason = native.unreadable(t)
         if reason is not None:
             return reason
@@ -27,8 +26,8 @@ def supports(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) ->
             return (
                 f"it multiplies {'bfloat16' if isa.multiplies_bfloat16 else 'floats of 16 and 32 bits'}, not {t.dtype}"
             )
-        if native.differentiates(t):
-            return "it computes no gradients, and a tensor requires one"
+        if tensors.differentiates(t):
+            return tensors.REQUIRES_GRAD
     if weight.shape[1] > 1 and weight.stride(1) != 1:
         return "it reads rows, and those of the weight are not contiguous"
     return tuning.slower(isa, x.shape[0], x.dtype)
@@ -38,10 +37,10 @@ def run(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """`projection` of rows [T, K] for arguments that `supports` has passed."""
     engine = native.module
     assert engine is not None
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = tensors.contiguous_rows(x)
     bias = None if bias is None else bias.contiguous()
     dtype = _FLOATS[x.dtype]
-    out = native.empty(x.shape[0], weight.shape[0], x.dtype)
+    out = tensors.empty(x.shape[0], weight.shape[0], x.dtype)
     stored = engine.stacked(
         (dtype, 0),
         tuple(weight.shape),

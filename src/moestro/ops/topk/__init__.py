@@ -63,18 +63,13 @@ def run(scores: Tensor, k: int) -> Tensor:
 def _refuse_nan(scores: Tensor) -> None:
     if torch.compiler.is_compiling() or scores.device.type != "cpu":
         torch._assert_async((scores == scores).all(), "[topk] scores must not be NaN")
-    elif torch.isnan(scores).any():
-        raise invalid_input(
-            "topk",
-            got=f"NaN in scores {list(scores.shape)}",
-            needs="scores that are not NaN",
-            fix="Look for NaN in the router's input.",
-        )
+    else:
+        plain.refuse_nan(scores)
 
 
 def _rank_supports(scores: Tensor, k: int) -> str | None:
     if scores.dtype == torch.float64:
-        return "a float64 score and its index do not fit one 64-bit word"
+        return plain.TOO_WIDE
     if torch.compiler.is_compiling() or tuning.rank_fits(*scores.shape):
         return None  # a traced graph holds for every num_tokens, so the limit is the caller's there
     return f"T * E * E comparisons exceed {tuning.RANK_LIMIT} for scores {list(scores.shape)}"

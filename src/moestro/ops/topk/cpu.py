@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moestro.errors import invalid_input
-from moestro.ops import native
-from moestro.ops.topk.plain import MAX_EXPERTS
+from moestro.ops import native, tensors
+from moestro.ops.topk.plain import MAX_EXPERTS, nan_error
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 """What the engine calls the dtypes of scores."""
@@ -25,26 +24,16 @@ def find(scores: Tensor, k: int) -> Tensor | None:
     """Indices [T, k], int64, of scores that `supports` has passed; None if one of them is NaN."""
     engine = native.module
     assert engine is not None
-    scores = rows(scores)
+    scores = tensors.contiguous_rows(scores)
     num_tokens, num_experts = scores.shape
-    found = native.empty(num_tokens, k, torch.int64)
+    found = tensors.empty(num_tokens, k, torch.int64)
     lie = (scores.data_ptr(), DTYPES[scores.dtype], num_tokens, num_experts, scores.stride(0))
     return found if engine.topk(lie, k, found.data_ptr(), torch.get_num_threads()) else None
-
-
-def rows(scores: Tensor) -> Tensor:
-    """Scores [T, E], copied only if a row of them is not contiguous; rows may be apart."""
-    return scores if scores.stride(1) == 1 else scores.contiguous()
 
 
 def topk(scores: Tensor, k: int) -> Tensor:
     """`find`, with NaN as an error."""
     found = find(scores, k)
     if found is None:
-        raise invalid_input(
-            "topk",
-            got=f"NaN among scores {list(scores.shape)}",
-            needs="scores that are not NaN",
-            fix="Look for NaN in the router's input, weights or correction bias.",
-        )
+        raise nan_error(scores)
     return found

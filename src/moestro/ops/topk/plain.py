@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from moestro import reference
-from moestro.errors import invalid_input
+from moestro.errors import InvalidInputError, invalid_input
 
 MAX_EXPERTS = 1 << 16
+TOO_WIDE = "a float64 score and its index do not fit one 64-bit word"
 
 
 def pack(scores: Tensor) -> Tensor:
@@ -54,12 +55,17 @@ def topk_by_sort(scores: Tensor, k: int) -> Tensor:
 def refuse_nan(scores: Tensor) -> None:
     """Raises InvalidInputError if one of the scores, which lie on the CPU, is NaN."""
     if torch.isnan(scores).any():
-        raise invalid_input(
-            "topk",
-            got=f"NaN among scores {list(scores.shape)}",
-            needs="scores that are not NaN",
-            fix="Look for NaN in the router's input, weights or correction bias.",
-        )
+        raise nan_error(scores)
+
+
+def nan_error(scores: Tensor) -> InvalidInputError:
+    """What is said of NaN among scores [T, E]."""
+    return invalid_input(
+        "topk",
+        got=f"NaN among scores {list(scores.shape)}",
+        needs="scores that are not NaN",
+        fix="Look for NaN in the router's input, weights or correction bias.",
+    )
 
 
 def _by_words(scores: Tensor, k: int) -> Tensor:

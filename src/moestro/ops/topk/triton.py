@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moestro.ops import gpu, native
+from moestro.ops import gpu, tensors
 from moestro.ops.gpu_checks import ASSERTING
 from moestro.ops.topk import plain, tuning
 
@@ -33,7 +33,7 @@ def supports(scores: Tensor, k: int) -> str | None:
     if reason is not None:
         return reason
     if scores.dtype not in _BITS:
-        return "a float64 score and its index do not fit one 64-bit word"
+        return plain.TOO_WIDE
     if scores.shape[-1] > tuning.MOST_EXPERTS:
         return f"a program holds at most {tuning.MOST_EXPERTS} scores of a token, not {scores.shape[-1]}"
     if k > tuning.MOST_TAKEN:
@@ -50,7 +50,7 @@ def topk(scores: Tensor, k: int) -> Tensor:
         plain.refuse_nan(scores)
     scores = scores.detach() if scores.stride(1) == 1 else scores.detach().contiguous()
     num_tokens, num_experts = scores.shape
-    indices = native.empty(num_tokens, k, torch.int64, scores.device)
+    indices = tensors.empty(num_tokens, k, torch.int64, scores.device)
     if num_tokens == 0:
         return indices
     stride = scores.stride(0)
