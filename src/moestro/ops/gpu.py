@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moestro import settings
+from moestro.ops import tensors
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
