@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from source import MODULES, NAMES, Import, Source, imports
+from source import MODULES, NAMES, ROOT, Import, Source, imports
 
 # Lowest first. A module may import from its own layer and from those below it.
 LAYERS: list[set[str]] = [
@@ -76,6 +76,28 @@ def test_optional_parts_are_imported_on_use(module: Source) -> None:
         allowed -= {"triton"}
     early = [f"{module.where}:{i.line}: {i.target}" for i in imports(module) if i.at_import and root(i) in allowed]
     assert early == []
+
+
+FOLDERS = ("benchmarks", "tools", "examples")
+"""Beside the package. Each imports the package and itself; tests import them all, the package none of them."""
+
+
+def names_in(folder: str) -> set[str]:
+    """What scripts of a folder import as their own: its modules and its packages."""
+    return {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_beside_the_package_import_it_and_themselves(folder: str) -> None:
+    foreign = {name for other in (*FOLDERS, "tests") if other != folder for name in names_in(other)} - names_in(folder)
+    files = [Source(path.stem, path) for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert {f"{m.where}: {i.target}" for m in files for i in imports(m) if root(i) in foreign} == set()
+
+
+def test_peers_know_nothing_of_the_sweep() -> None:
+    files = [Source(path.stem, path) for path in (ROOT / "benchmarks" / "peers").glob("*.py")]
+    mine = names_in("benchmarks") - {"peers"}
+    assert {f"{m.where}: {i.target}" for m in files for i in imports(m) if root(i) in mine} == set()
 
 
 def is_of_gpus(module: Source) -> bool:
