@@ -29,10 +29,10 @@ from moestro.bench.layers import named
 from moestro.bench.measure import versions
 from moestro.bench.peers import named_peers
 from moestro.bench.plot import roofline
-from moestro.bench.report import markdown
 from moestro.errors import MoestroError
 from operations import markdown as op_markdown
 from operations import run_op
+from page import markdown
 from registry import BENCHMARKS
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,11 +16,11 @@ from moestro.bench.failures import failures
 from moestro.bench.layers import expected_output, inputs
 from moestro.bench.point import peak_of
 from moestro.bench.records import BUDGET_SPENT, Report, Row
-from moestro.bench.report import markdown
 from moestro.bench.timing import Budget, cold_bytes, event_clock
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.machine import Roof
 from moestro.tolerances import disagreement
+from page import markdown
 from peers.graphs import MOST_TOKENS, graphed
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
