@@ -6,6 +6,7 @@ itself, from the same seed, and counts the seconds of its own computation only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -109,7 +110,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # of a request that nobody reads any more
+                pipe.close()
 
 
 def serve() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,3 +60,12 @@ def test_in_a_run(tiny, known_roof) -> None:
     assert rows["right"].microseconds >= SECONDS * 1e6
     assert rows["failing"].status == "skipped"
     assert "RuntimeError: no kernels for olmoe with 1 threads" in rows["failing"].reason
+
+
+def test_a_process_that_ended_before_it_read_a_request_is_closed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.write(b"a request")
+    worker._kill(process)
+    assert process.stdin.closed
