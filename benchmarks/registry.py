@@ -11,12 +11,22 @@ from torch import Tensor
 from moestro import reference
 from moestro.bench.layers import LAYERS, expected_output, inputs, make_layer
 from moestro.bench.peers import ours
-from moestro.ops import _select, grouping
+from moestro.ops import dispatch, grouping
+from moestro.ops.dispatch import Operation, Prepared
 from moestro.ops.expert_mlp import tuning
+from moestro.ops.grouping import GROUPING
+from moestro.ops.projection import PROJECTION
 from moestro.ops.projection.reference import projection as reference_projection
+from moestro.ops.topk import TOPK
 from operations import OpBenchmark, OpCase
 
 INPUTS = 4
+
+
+def prepared(operation: Operation, *arguments: object) -> list[Prepared]:
+    """Of every implementation that can run these arguments, in order of priority."""
+    found = dispatch.candidates(operation, *arguments).values()
+    return [entry for entry in found if isinstance(entry, Prepared)]
 
 
 def topk(T: int, E: int, k: int) -> OpCase:
@@ -25,10 +35,9 @@ def topk(T: int, E: int, k: int) -> OpCase:
     scores = [torch.rand(T, E, generator=generator).argsort(-1).float() for _ in range(INPUTS)]
     calls = {"torch.topk": [partial(torch.topk, s, k) for s in scores]}
     outputs = {"torch.topk": lambda: (torch.topk(scores[0], k).indices,)}
-    for entry in _select.implementations("topk"):
-        if entry.supports(scores[0], k) is None:
-            calls[entry.name] = [partial(entry.call, s, k) for s in scores]
-            outputs[entry.name] = lambda entry=entry: (entry.call(scores[0], k),)
+    for entry in prepared(TOPK, scores[0], k):
+        calls[entry.implementation] = [partial(entry, s, k) for s in scores]
+        outputs[entry.implementation] = lambda entry=entry: (entry(scores[0], k),)
     return OpCase(f"T={T} E={E} k={k}", calls, outputs, (reference.topk(scores[0], k),))
 
 
@@ -47,16 +56,15 @@ def grouping_by_expert(T: int, E: int, K: int, B: int) -> OpCase:
         pairs = schedule.pair_ids.flatten()
         return pairs[pairs >= 0], schedule.counts.cumsum(0)
 
-    def rows_of(entry: _select.Implementation) -> tuple[Tensor, Tensor]:
-        found = entry.call(ids[0], E)
+    def rows_of(entry: Prepared) -> tuple[Tensor, Tensor]:
+        found = entry(ids[0], E)
         return found.token_ids * K + found.slots, found.offsets[1:]
 
     calls = {"sort and bincount": [partial(by_hand, i) for i in ids]}
     outputs = {"sort and bincount": partial(by_hand, ids[0])}
-    for entry in _select.implementations("grouping"):
-        if entry.supports(ids[0], E) is None:
-            calls[entry.name] = [partial(entry.call, i, E) for i in ids]
-            outputs[entry.name] = partial(rows_of, entry)
+    for entry in prepared(GROUPING, ids[0], E):
+        calls[entry.implementation] = [partial(entry, i, E) for i in ids]
+        outputs[entry.implementation] = partial(rows_of, entry)
     calls[f"block_schedule-{B}"] = [partial(grouping.block_schedule, i, E, B) for i in ids]
     outputs[f"block_schedule-{B}"] = rows_of_blocks
     tokens, slots, offsets = reference.group_by_expert(ids[0], E)
@@ -85,10 +93,10 @@ def projection(T: int, N: int, K: int) -> OpCase:
     calls = {"linear": [partial(torch.nn.functional.linear, x, w) for w in weights]}
     outputs = {"linear": lambda: (torch.nn.functional.linear(x, weights[0]),)}
     with torch.no_grad():
-        for entry in _select.implementations("projection"):
-            if entry.supports(x, weights[0], None) is None and entry.name not in ("torch", "reference"):
-                calls[entry.name] = [partial(entry.call, x, w, None) for w in weights]
-                outputs[entry.name] = lambda entry=entry: (entry.call(x, weights[0], None),)
+        for entry in prepared(PROJECTION, x, weights[0], None):
+            if entry.implementation not in ("torch", "reference"):
+                calls[entry.implementation] = [partial(entry, x, w, None) for w in weights]
+                outputs[entry.implementation] = lambda entry=entry: (entry(x, weights[0], None),)
     return OpCase(f"T={T} N={N} K={K}", calls, outputs, (reference_projection(x, weights[0], None),))
 
 

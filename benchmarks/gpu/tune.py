@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,14 @@ def tune(
     return found
 
 
+def launch(x: Tensor, routing: Routing, weights: ExpertWeights, plan: Plan) -> Tensor:
+    """`expert_mlp` by this plan, on the device of x."""
+    kernels: Any = importlib.import_module("moestro.ops.expert_mlp.triton_launch")
+    with gpu.on(x):
+        y: Tensor = kernels.prepared(plan, triton.compute_dtype(x, weights))(x, routing, weights)
+    return y
+
+
 @dataclass(frozen=True, eq=False)
 class Trial:
     """Calls of one layer on one number of tokens, by whatever plan; `failed` is why some of them could not be timed."""
@@ -119,18 +128,18 @@ class Trial:
         x, routings = inputs(layer, num_tokens, ROUNDS)
         problem = triton.problem(x, routings[0], weights)
         how = triton_tuning.choose(problem, gpu.device_of(x), ("auto", None), False)
-        expected = triton.launch(x, routings[0], weights, how).float()
+        expected = launch(x, routings[0], weights, how).float()
         return cls(x, routings, weights, problem, expected, clock)
 
     def calls(self, plan: Plan) -> list[Call]:
         """One for each routing: captured as a CUDA graph for few tokens, whose launches would take longer."""
-        plain = [partial(triton.launch, self.x, r, self.weights, plan) for r in self.routings]
+        plain = [partial(launch, self.x, r, self.weights, plan) for r in self.routings]
         return [self.capture(call) for call in plain] if self.x.shape[0] <= MOST_TOKENS else list(plain)
 
     def seconds(self, plan: Plan) -> float | None:
         """The median time of a call; None where the plan does not compile, fit or agree."""
         try:
-            output = triton.launch(self.x, self.routings[0], self.weights, plan)
+            output = launch(self.x, self.routings[0], self.weights, plan)
             wrong = disagreement(output, self.expected, self.x.dtype)
             if wrong is None:
                 return median(map(self.clock, itertools.islice(itertools.cycle(self.calls(plan)), ROUNDS)))

@@ -151,10 +151,10 @@ def test_trials_refuse_plans_whose_output_is_another(
     plan = choose(trial.problem, INTERPRETER, ("auto", None), False)
     assert trial.seconds(plan) == 3 * 32
     assert trial.failed == []
-    launch = triton.launch
-    monkeypatch.setattr(triton, "launch", lambda *given: launch(*given) * 1.5)
+    launch = tune.launch
+    monkeypatch.setattr(tune, "launch", lambda *given: launch(*given) * 1.5)
     assert trial.seconds(plan) is None
-    monkeypatch.setattr(triton, "launch", lambda *given: (_ for _ in ()).throw(RuntimeError("out of resources")))
+    monkeypatch.setattr(tune, "launch", lambda *given: (_ for _ in ()).throw(RuntimeError("out of resources")))
     assert trial.seconds(plan) is None
     assert "worst error" in trial.failed[0]
     assert trial.failed[1] == "out of resources"
@@ -186,7 +186,7 @@ def test_few_tokens_are_timed_as_graphs(num_tokens: int, graphs: bool, monkeypat
             replay=lambda: log.append("replay"),
         ),
     )
-    monkeypatch.setattr(triton, "launch", launch)
+    monkeypatch.setattr(tune, "launch", launch)
     x, routings = torch.zeros(num_tokens, 4), [None] * tune.ROUNDS
     trial = tune.Trial(x, routings, None, PROBLEM, output, clock, partial(captured, module=cuda))
     assert trial.seconds(plan_for(PROBLEM)) == (1.0 if graphs else 2.0)

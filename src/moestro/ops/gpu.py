@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moestro import settings
-from moestro.ops import tensors
+from moestro.ops.tensors import no_gradient, no_memory
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
@@ -78,23 +77,13 @@ def _unusable(device: torch.device) -> str | None:
     return missing()
 
 
-def unreadable(*given: Tensor) -> str | None:
+def unreadable(*tensors: Tensor) -> str | None:
     """Why kernels cannot read these tensors where they lie; None if they can."""
-    for tensor in given:
+    for tensor in tensors:
         reason = unusable(tensor)
         if reason is not None:
             return reason
-        if not tensors.is_ordinary(tensor):
-            return tensors.NOT_ORDINARY
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return tensors.REQUIRES_GRAD
-    if torch.compiler.is_compiling():
-        return tensors.TRACED
-    if forward_ad._current_level >= 0:
-        return tensors.FORWARD_MODE
-    if tensors.is_watched():
-        return tensors.WATCHED
-    return None
+    return no_memory(*tensors) or no_gradient(*tensors)
 
 
 def runs_on(kind: str, index: int | None) -> bool:
@@ -221,6 +210,10 @@ def _direct(compiled: Any, values: list[Any], device: int) -> Callable[..., None
     return launch
 
 
+ALIGNED = 16
+"""Bytes of which addresses are multiples where kernels are compiled for that."""
+
+
 Values = tuple[tuple[str, Any], ...]
 
 
@@ -232,7 +225,7 @@ def kept(kernel: Any, values: Values, resources: Values, given: tuple[Hashable, 
 
 def aligned(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """What Triton looks for in tensors: their dtypes, and whether they lie at multiples of 16 bytes."""
-    return tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
+    return tuple([None if t is None else (t.dtype, t.data_ptr() % ALIGNED == 0) for t in tensors])
 
 
 def device_of(tensor: Tensor) -> Device:
