@@ -25,17 +25,17 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from engines import LLAMA_CPP, MOESTRO, TRANSFORMERS, Job, Turn
 from gguf_model import EXPERT_TYPES, REST_TYPES, Storage, read_bytes, write_gguf
-
 from moestro import machine
 from moestro.bench.measure import versions
-from moestro.bench.peers import place
 from moestro.bench.report import machine_line
 from moestro.bench.timing import ratio
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.sources import read_sources
 from moestro.tolerances import WHOLE_MODEL
+from peers import place
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("moestro", "moestro-projections", "llama.cpp-mxfp4", "llama.cpp-q4_0", "transformers-grouped_mm")

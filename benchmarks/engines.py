@@ -127,7 +127,7 @@ def _of_transformers(model: Any) -> Engine:
 
 def llama_engine(job: Job) -> Engine:
     """llama.cpp with its default settings, through the low-level functions of llama-cpp-python."""
-    from moestro.bench.peers import place
+    from peers import place
 
     api = place.module("llama_cpp", "llama")
     api.llama_log_set(_ERRORS_ONLY, None)

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import Clock, memory
-
 import moestro
 import moestro.hf
+from engines import Clock, memory
 
 SHORT = "def fibonacci(n):"
 LONG = "import os, sys, re, json, math\nclass Queue:\n    def __init__(self, items): self.items = items\n" * 12

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.bench.peers import place
 from moestro.checkpoint import Checkpoint, ExpertSource
 from moestro.errors import MoestroError, unsupported
 from moestro.formats import FORMATS, PackedTensor, dequantize, quantize
 from moestro.hf.sources import read_sources
+from peers import place
 
 OPERATION = "gguf"
 ARCHITECTURES = {"gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}

@@ -124,6 +124,10 @@ PEERS: dict[str, Callable[[Path, Path], dict[str, str]]] = {
 """Folder name -> what fills it, and says the versions it took."""
 
 
+BENCHMARKS = Path(__file__).resolve().parent
+"""What calls the peers; the folder has a link to it, for a moestro that was installed from a wheel."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if a peer could not be had; the others are there then."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,6 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {error}", file=sys.stderr)
             failed.append(name)
         listed.write_text(json.dumps(versions, indent=1) + "\n")
+    link = options.folder / BENCHMARKS.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(BENCHMARKS, target_is_directory=True)
     print(f"export MOESTRO_BENCH_PEERS={options.folder.resolve()}")
     return 1 if failed else 0
 

@@ -10,21 +10,23 @@ from torch import Tensor
 
 from moestro import reference
 from moestro.bench.layers import LAYERS, expected_output, inputs, make_layer
-from moestro.bench.ops import OpBenchmark, OpCase
 from moestro.bench.peers import ours
-from moestro.ops import grouping
-from moestro.ops.dispatch import Operation, Prepared, candidates
+from moestro.ops import dispatch, grouping
+from moestro.ops.dispatch import Operation, Prepared
 from moestro.ops.expert_mlp import tuning
+from moestro.ops.grouping import GROUPING
 from moestro.ops.projection import PROJECTION
 from moestro.ops.projection.reference import projection as reference_projection
 from moestro.ops.topk import TOPK
+from operations import OpBenchmark, OpCase
 
 INPUTS = 4
 
 
-def prepared_calls(operation: Operation, *arguments: object) -> dict[str, Prepared]:
-    """What every implementation that can would run."""
-    return {name: found for name, found in candidates(operation, *arguments).items() if isinstance(found, Prepared)}
+def prepared(operation: Operation, *arguments: object) -> list[Prepared]:
+    """Of every implementation that can run these arguments, in order of priority."""
+    found = dispatch.candidates(operation, *arguments).values()
+    return [entry for entry in found if isinstance(entry, Prepared)]
 
 
 def topk(T: int, E: int, k: int) -> OpCase:
@@ -33,9 +35,9 @@ def topk(T: int, E: int, k: int) -> OpCase:
     scores = [torch.rand(T, E, generator=generator).argsort(-1).float() for _ in range(INPUTS)]
     calls = {"torch.topk": [partial(torch.topk, s, k) for s in scores]}
     outputs = {"torch.topk": lambda: (torch.topk(scores[0], k).indices,)}
-    for name, prepared in prepared_calls(TOPK, scores[0], k).items():
-        calls[name] = [partial(prepared, s, k) for s in scores]
-        outputs[name] = lambda prepared=prepared: (prepared(scores[0], k),)
+    for entry in prepared(TOPK, scores[0], k):
+        calls[entry.implementation] = [partial(entry, s, k) for s in scores]
+        outputs[entry.implementation] = lambda entry=entry: (entry(scores[0], k),)
     return OpCase(f"T={T} E={E} k={k}", calls, outputs, (reference.topk(scores[0], k),))
 
 
@@ -54,15 +56,15 @@ def grouping_by_expert(T: int, E: int, K: int, B: int) -> OpCase:
         pairs = schedule.pair_ids.flatten()
         return pairs[pairs >= 0], schedule.counts.cumsum(0)
 
-    def rows_of(prepared: Prepared) -> tuple[Tensor, Tensor]:
-        found = prepared(ids[0], E)
+    def rows_of(entry: Prepared) -> tuple[Tensor, Tensor]:
+        found = entry(ids[0], E)
         return found.token_ids * K + found.slots, found.offsets[1:]
 
     calls = {"sort and bincount": [partial(by_hand, i) for i in ids]}
     outputs = {"sort and bincount": partial(by_hand, ids[0])}
-    for name, prepared in prepared_calls(grouping.GROUPING, ids[0], E).items():
-        calls[name] = [partial(prepared, i, E) for i in ids]
-        outputs[name] = partial(rows_of, prepared)
+    for entry in prepared(GROUPING, ids[0], E):
+        calls[entry.implementation] = [partial(entry, i, E) for i in ids]
+        outputs[entry.implementation] = partial(rows_of, entry)
     calls[f"block_schedule-{B}"] = [partial(grouping.block_schedule, i, E, B) for i in ids]
     outputs[f"block_schedule-{B}"] = rows_of_blocks
     tokens, slots, offsets = reference.group_by_expert(ids[0], E)
@@ -91,10 +93,12 @@ def projection(T: int, N: int, K: int) -> OpCase:
     calls = {"linear": [partial(torch.nn.functional.linear, x, w) for w in weights]}
     outputs = {"linear": lambda: (torch.nn.functional.linear(x, weights[0]),)}
     with torch.no_grad():
-        each = [prepared_calls(PROJECTION, x, w, None) for w in weights]
-        for name in each[0].keys() - {"torch", "reference"}:
-            calls[name] = [partial(own[name], x, w, None) for own, w in zip(each, weights, strict=True)]
-            outputs[name] = lambda name=name: (each[0][name](x, weights[0], None),)
+        each = [prepared(PROJECTION, x, w, None) for w in weights]  # which take the address of their weight
+        for entries in zip(*each, strict=True):
+            name = entries[0].implementation
+            if name not in ("torch", "reference"):
+                calls[name] = [partial(entry, x, w, None) for entry, w in zip(entries, weights, strict=True)]
+                outputs[name] = lambda entry=entries[0]: (entry(x, weights[0], None),)
     return OpCase(f"T={T} N={N} K={K}", calls, outputs, (reference_projection(x, weights[0], None),))
 
 

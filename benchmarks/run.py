@@ -20,19 +20,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from registry import BENCHMARKS
 
+from gpu import crash_isolated, goals, sweep
 from moestro import machine
-from moestro.bench import LAYERS, Plan, Report, Row, campaign, gpu, ours, run
-from moestro.bench.guarded import DeviceLostError
+from moestro.bench import LAYERS, Plan, Report, Row, ours, run
+from moestro.bench.failures import DeviceLostError
 from moestro.bench.layers import named
 from moestro.bench.measure import versions
-from moestro.bench.ops import markdown as op_markdown
-from moestro.bench.ops import run_op
 from moestro.bench.peers import named_peers
 from moestro.bench.plot import roofline
-from moestro.bench.report import markdown
 from moestro.errors import MoestroError
+from operations import markdown as op_markdown
+from operations import run_op
+from page import markdown
+from registry import BENCHMARKS
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = (1, 4, 16, 128, 512, 2048)
@@ -50,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--formats", help="of moestro's weights; dense, the default, is the dtype's")
     parser.add_argument("--dtypes", help="of x, and of dense weights; float32,bfloat16, on a GPU bfloat16")
     parser.add_argument("--peers", help="names, or all, or none; all, on a GPU those that run there")
-    parser.add_argument("--tokens", help=f"{','.join(map(str, TOKENS))}; on a GPU {','.join(map(str, gpu.TOKENS))}")
-    parser.add_argument("--seconds", type=float, help=f"for each variant at each point; 1, on a GPU {gpu.SECONDS}")
-    parser.add_argument("--budget", type=float, default=gpu.BUDGET, help="seconds for a whole run on a GPU")
+    parser.add_argument("--tokens", help=f"{','.join(map(str, TOKENS))}; on a GPU {','.join(map(str, goals.TOKENS))}")
+    parser.add_argument("--seconds", type=float, help=f"for each variant at each point; 1, on a GPU {goals.SECONDS}")
+    parser.add_argument("--budget", type=float, default=goals.BUDGET, help="seconds for a whole run on a GPU")
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--name", help="of the files; default: layers, gpu, or the operation")
@@ -89,7 +90,7 @@ def _write_layers(options: argparse.Namespace, name: str, report: Report) -> Non
 
 def _gpu(options: argparse.Namespace, arguments: list[str]) -> int:
     """A page for each layer and one for them all, measured by processes of their own: a broken kernel ends only one."""
-    reason = gpu.missing()
+    reason = goals.missing()
     if reason is not None:
         print(f"benchmarks/run.py --gpu: {reason}", file=sys.stderr)
         return 2
@@ -99,20 +100,20 @@ def _gpu(options: argparse.Namespace, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "found"
         command = [sys.executable, __file__, *arguments, "--until", str(end), "--state", str(state)]
-        code = campaign.supervise(command, plan, state, end + AFTER_SECONDS, _say)
-        reports = _reports(campaign.Found.load(state))
+        code = crash_isolated.supervise(command, plan, state, end + AFTER_SECONDS, _say)
+        reports = _reports(sweep.Found.load(state))
     if not reports:
         return code
     pages = _pages(options, reports)
     for layer, page in pages.items():
         _picture(reports[layer], page)
-    print(gpu.summary(list(reports.values())))
+    print(goals.summary(list(reports.values())))
     return 1 if any(report.wrong for report in reports.values()) else code
 
 
 def _measure_gpu(options: argparse.Namespace) -> int:
     """Measure, or go on measuring, until the time that was given."""
-    plan, found = gpu_plan(options), campaign.Found.load(options.state)
+    plan, found = gpu_plan(options), sweep.Found.load(options.state)
     if options.until is not None:
         plan = replace(plan, budget=max(options.until - time.time(), 1e-3))
 
@@ -122,17 +123,17 @@ def _measure_gpu(options: argparse.Namespace) -> int:
 
     try:
         found.save(options.state)
-        for _ in campaign.run_stages(plan, found, on_point):
+        for _ in sweep.run_stages(plan, found, on_point):
             _pages(options, _reports(found))
     except DeviceLostError as error:
         print(f"the device is lost: {error}", file=sys.stderr)
-        return campaign.LOST
+        return sweep.LOST
     finally:
         found.save(options.state)
     return 0
 
 
-def _reports(found: campaign.Found) -> dict[str, Report]:
+def _reports(found: sweep.Found) -> dict[str, Report]:
     return {layer: report for layer, report in found.reports.items() if report.rows}
 
 
@@ -141,7 +142,7 @@ def _pages(options: argparse.Namespace, reports: dict[str, Report]) -> dict[str,
     name, found = options.name or "gpu", list(reports.values())
     for report in found:
         report.command = _command()
-    _keep(options, name, gpu.summary(found), {"goals": gpu.goals(_rows(found)), "rows": []})
+    _keep(options, name, goals.summary(found), {"goals": goals.goals(_rows(found)), "rows": []})
     pages = {layer: (markdown(report), report.as_json()) for layer, report in reports.items()}
     return {layer: _keep(options, f"{name}-{layer}", *page) for layer, page in pages.items()}
 
@@ -161,9 +162,9 @@ def _picture(report: Report, page: Path) -> None:
 
 def gpu_plan(options: argparse.Namespace) -> Plan:
     """The GPU's plan with what was asked for instead of its defaults."""
-    names = gpu.NAMES if options.all or options.layers == "all" else tuple(options.layers.split(","))
-    formats = gpu.FORMATS if options.formats is None else tuple(options.formats.split(","))
-    plan = gpu.default_plan(names, formats)
+    names = goals.NAMES if options.all or options.layers == "all" else tuple(options.layers.split(","))
+    formats = goals.FORMATS if options.formats is None else tuple(options.formats.split(","))
+    plan = goals.default_plan(names, formats)
     return replace(
         plan,
         tokens=_counts(options.tokens) or plan.tokens,

@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+import tune
 from moestro.cli import app
 from source import ROOT
 
@@ -99,6 +100,8 @@ def parse(command: Any, arguments: list[str], parent: Any = None) -> None:
 
 
 ROOT_COMMAND = typer.main.get_command(app)
+SCRIPTS = {"tune": typer.main.get_command(tune.app)}
+"""Under benchmarks/."""
 COMMANDS = [(label(page), words) for page in PAGES for words in commands(page)]
 
 
@@ -123,7 +126,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         (["generate"], "cli"),
         (["info"], "cli"),
         (["quantize"], "cli"),
-        (["tune"], "cli"),
+        (["tune"], "gpu"),
         (["quality"], "quality"),
         (["bench", "layer"], "bench"),
     ],
@@ -132,7 +135,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
 def test_every_option_is_documented(names: list[str], page: str) -> None:
     command: Any = ROOT_COMMAND
     for name in names:
-        command = command.commands[name]
+        command = SCRIPTS[name] if name in SCRIPTS else command.commands[name]
     text = (DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8")
     options = [o for p in command.params if p.param_type_name == "option" for o in (*p.opts, *p.secondary_opts)]
     assert [o for o in options if o not in ("--help", "-h") and f"`{o}`" not in text] == []

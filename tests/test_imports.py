@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from source import MODULES, NAMES, Import, Source, imports
+from source import MODULES, NAMES, ROOT, Import, Source, imports
 
 # Lowest first. A module may import from its own layer and from those below it.
 LAYERS: list[set[str]] = [
     {"errors", "settings", "types", "machine", "tolerances"},
     {"formats", "weights", "reference"},
     {"ops"},
-    {"routing", "experts", "shared", "memory"},
+    {"routing", "experts", "shared"},
     {"moe"},
-    {"parallel", "checkpoint", "plan", "explain"},
-    {"bench"},
+    {"checkpoint", "explain"},
+    {"bench", "quality"},
     {"hf"},
     {"cli", "__main__"},
 ]
@@ -76,6 +76,64 @@ def test_optional_parts_are_imported_on_use(module: Source) -> None:
         allowed -= {"triton"}
     early = [f"{module.where}:{i.line}: {i.target}" for i in imports(module) if i.at_import and root(i) in allowed]
     assert early == []
+
+
+FOLDERS = ("benchmarks", "tools", "examples")
+"""Beside the package. Each imports the package and itself; tests import them all, the package none of them."""
+
+
+def names_in(folder: str) -> set[str]:
+    """What scripts of a folder import as their own: its modules and its packages."""
+    return {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_beside_the_package_import_it_and_themselves(folder: str) -> None:
+    foreign = {name for other in (*FOLDERS, "tests") if other != folder for name in names_in(other)} - names_in(folder)
+    files = [Source(path.stem, path) for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert {f"{m.where}: {i.target}" for m in files for i in imports(m) if root(i) in foreign} == set()
+
+
+def test_peers_know_nothing_of_the_sweep() -> None:
+    files = [Source(path.stem, path) for path in (ROOT / "benchmarks" / "peers").glob("*.py")]
+    mine = names_in("benchmarks") - {"peers"}
+    assert {f"{m.where}: {i.target}" for m in files for i in imports(m) if root(i) in mine} == set()
+
+
+def is_of_gpus(module: Source) -> bool:
+    return module.path.name.startswith(("triton", "gpu"))
+
+
+def native_parts(module: Source) -> list[str]:
+    """What a module takes of the native engine: by an import, or as a part of a package that it imported."""
+    taken = [f"{module.where}:{i.line}" for i in own(module) if i.target.split(".")[-1] in ("native", "_native", "cpu")]
+    calls = {id(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call)}
+    return taken + [
+        f"{module.where}:{node.lineno}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("native", "cpu") and id(node) not in calls
+    ]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if is_of_gpus(m)], ids=lambda m: m.name)
+def test_gpu_modules_import_no_native_ones(module: Source) -> None:
+    assert native_parts(module) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from moestro.ops import native", 1),
+        ("from moestro.ops.topk.cpu import find", 1),
+        ("from moestro.ops import topk\ntopk.cpu.find(x, 2)", 1),
+        ("from moestro.ops import tensors\ny = x.cpu()", 0),
+    ],
+)
+def test_the_reader_of_native_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, count: int) -> None:
+    path = tmp_path / "triton.py"
+    path.write_text(text)
+    monkeypatch.setattr(Source, "where", "triton.py")
+    assert len(native_parts(Source("moestro.ops.topk.triton", path))) == count
 
 
 def root(found: Import) -> str:

@@ -211,7 +211,7 @@ def test_the_two_kinds() -> None:
 OTHER_ERRORS = {"AttributeError", "Exit", "SystemExit"}
 """AttributeError from a module's __getattr__, the others from commands."""
 
-CAUGHT_BY_THEMSELVES = {"moestro.hf.zoo": {"ValueError"}, "moestro.bench.guarded": {"DeviceLostError"}}
+CAUGHT_BY_THEMSELVES = {"moestro.bench.failures": {"DeviceLostError"}}
 """What a module, or its neighbour, raises for itself to catch: users meet what it makes of it."""
 
 BUILDERS = {"invalid_input", "unsupported"}

@@ -14,7 +14,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 OP_FILES = ("__init__.py", "reference.py", "plain.py", "tuning.py")
 OPS = sorted(p.name for p in (PACKAGE / "ops").iterdir() if p.is_dir() and not p.name.startswith("_"))
-PYTHON = sorted(p for d in ("src", "tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py"))
+PYTHON = sorted(p for d in ("src", "tests", "benchmarks", "examples", "tools") for p in (ROOT / d).rglob("*.py"))
 
 
 @pytest.mark.parametrize("op", OPS)

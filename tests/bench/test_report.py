@@ -11,9 +11,10 @@ from rich.console import Console
 from moestro import machine
 from moestro.bench import Report, Row
 from moestro.bench.plot import _styles, roofline
-from moestro.bench.report import markdown, tables
+from moestro.bench.report import tables
 from moestro.errors import InvalidInputError
 from moestro.machine import Roof
+from page import markdown
 
 ROW = Row(
     layer="olmoe",

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from moestro import machine
 from moestro.bench import layers
 from moestro.bench import peers as peers_module
-from moestro.bench.peers import Variant, ours
+from moestro.bench.peers import Variant, ours, outside
 from moestro.cli.bench import app
 from moestro.machine import Roof
 
@@ -134,3 +134,15 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: list[str], sentence: s
     assert sentence in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("peers", "lines"), [("all", 1), ("eager", 0)])
+def test_one_line_where_there_are_no_peers_from_outside(
+    peers: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outside, "_folder", lambda: None)
+    result = bench("--tokens", "1", "--dtype", "float32", "--peers", peers, "--json", "-")
+    assert result.exit_code == 0, result.output
+    notes = json.loads(result.stdout)["notes"].get("run", [])
+    assert len([note for note in notes if "are in a checkout of moestro" in note]) == lines
+    assert not any("vllm" in note for note in notes)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from moestro.bench.quality_report import COLUMNS
 from moestro.cli import app
 from moestro.cli.quality import _bar
+from moestro.quality.report import COLUMNS
 
 TEXT = "def f(n):\n    return n\n" * 8
 FOUR_PARTS = re.compile(r"\[[\w. ]+\] got .+; needs .+\. .+\.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import zoo
 from moestro.errors import UnsupportedError
-from moestro.hf import accelerate, served, zoo
+from moestro.hf import accelerate, served
 
 INTERFACE = ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "inkling2"]
 FAMILIES = ["dbrx", "doge", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "step3p7", "switch_transformers"]

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import zoo
+from architectures import relative_error
 from hf.models import ALL, FAMILIES, built, logits, refused
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
-from moestro.hf import accelerate, served, zoo
+from moestro.hf import accelerate, served
 from moestro.hf.accelerate import adapter_of
-from moestro.hf.coverage import relative_error
 from moestro.hf.families import ADAPTERS
 
 

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import zoo
+from architectures import relative_error
 from hf.models import ALL, built, logits, refused
 from moestro.errors import UnsupportedError
-from moestro.hf import accelerate, experts, served, zoo
+from moestro.hf import accelerate, experts, served
 from moestro.hf.accelerate import adapter_of
-from moestro.hf.coverage import relative_error
 
 
 class LoraLinear(nn.Module):

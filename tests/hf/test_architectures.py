@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
+import architectures
+import zoo
 from moestro.errors import UnsupportedError
-from moestro.hf import coverage, zoo
 from moestro.hf.accelerate import accelerate, adapter_of, routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
@@ -31,11 +32,13 @@ def reason_of(architecture):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_agrees_with_its_own_code_or_is_refused_by_name(architecture):
-    row = coverage.measure(architecture)
+    row = architectures.measure(architecture)
     if row.covered:
-        assert row.influence > coverage.INFLUENCE, f"zeroed experts move the logits by {row.influence}: proves nothing"
-        assert row.float32 <= coverage.FLOAT32
-        assert row.bfloat16 <= coverage.BFLOAT16
+        assert row.influence > architectures.INFLUENCE, (
+            f"zeroed experts move the logits by {row.influence}: proves nothing"
+        )
+        assert row.float32 <= architectures.FLOAT32
+        assert row.bfloat16 <= architectures.BFLOAT16
         assert row.generate is not False
         assert row.agrees
     else:
@@ -101,7 +104,7 @@ def test_the_page_lists_what_the_registry_holds():
     if f"Transformers {transformers.__version__}," not in text:
         pytest.skip(f"the page was written with another version than {transformers.__version__}")
     served, refused = (set(re.findall(r"^\| (\w+) \|", half, re.M)) for half in text.split("## Not served"))
-    again = "run python -m moestro.hf.coverage --markdown docs/reference/architectures.md"
+    again = "run python tools/architectures.py --markdown docs/reference/architectures.md"
     assert (served | refused) - {"architecture"} == set(ARCHITECTURES), again
     assert served - {"architecture"} == {name for name in ARCHITECTURES if reason_of(name) is None}, again
     assert f"{len(served) - 1} architectures served" in text, again
@@ -113,8 +116,8 @@ def test_the_walk_sees_a_wrong_result(monkeypatch):
 
     right = experts.run
     monkeypatch.setattr(experts, "run", lambda *args: right(*args) * 1.001)
-    row = coverage.measure("qwen3_moe")
-    assert row.float32 > coverage.FLOAT32
+    row = architectures.measure("qwen3_moe")
+    assert row.float32 > architectures.FLOAT32
     assert not row.agrees
 
 
@@ -129,8 +132,8 @@ def test_the_walk_sees_idle_experts(monkeypatch):
                     parameter.mul_(1e-6)
 
     monkeypatch.setattr(zoo, "fill", idle)
-    row = coverage.measure("qwen3_moe")
-    assert row.influence < coverage.INFLUENCE
+    row = architectures.measure("qwen3_moe")
+    assert row.influence < architectures.INFLUENCE
     assert not row.agrees
 
 
@@ -144,19 +147,19 @@ def test_steady_is_judged_without_our_code(monkeypatch):
     model = zoo.to_bfloat16(zoo.build("qwen3_moe").model)
     inputs = zoo.inputs_of(model)
     wanted = zoo.outputs(model, inputs)
-    assert coverage.steady(model, inputs, wanted)
+    assert architectures.steady(model, inputs, wanted)
     torch.testing.assert_close(zoo.outputs(model, inputs), wanted, rtol=0, atol=0)  # the hooks are gone
 
 
 def test_a_model_that_is_never_steady_says_so(monkeypatch):
-    monkeypatch.setattr(coverage, "MOST_SEEDS", 2)
-    monkeypatch.setattr(coverage, "steady", lambda *_: False)
-    row = coverage.measure("mixtral")
+    monkeypatch.setattr(architectures, "MOST_SEEDS", 2)
+    monkeypatch.setattr(architectures, "steady", lambda *_: False)
+    row = architectures.measure("mixtral")
     assert row.covered
     assert row.seed is None
     assert row.bfloat16 is not None
     assert not row.agrees
-    assert re.search(r"\| mixtral .*\| never steady \| same tokens \|", coverage.markdown([row]))
+    assert re.search(r"\| mixtral .*\| never steady \| same tokens \|", architectures.markdown([row]))
 
 
 def test_a_tiny_model_is_the_same_every_time():
@@ -174,8 +177,8 @@ def test_unknown_architecture_says_what_was_tried():
 
 def test_relative_error_counts_nan_as_infinite():
     nan = torch.tensor([float("nan"), 1.0])
-    assert coverage.relative_error(nan, torch.ones(2)) == float("inf")
-    assert coverage.relative_error(torch.ones(2), torch.ones(2)) == 0.0
+    assert architectures.relative_error(nan, torch.ones(2)) == float("inf")
+    assert architectures.relative_error(torch.ones(2), torch.ones(2)) == 0.0
 
 
 def test_bfloat16_keeps_what_the_family_keeps():

@@ -10,11 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import moestro
+import zoo
+from architectures import relative_error
 from hf.checkpoints import logits
 from hf.models import built, snapshot
 from moestro.errors import InvalidInputError, UnsupportedError
-from moestro.hf import MoestroConfig, served, served_projections, zoo
-from moestro.hf.coverage import relative_error
+from moestro.hf import MoestroConfig, served, served_projections
 from moestro.hf.dense import Projection
 from moestro.ops import native
 

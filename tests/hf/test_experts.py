@@ -11,9 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+import zoo
+from architectures import relative_error
 from moestro.errors import UnsupportedError
-from moestro.hf import IMPLEMENTATION, experts, serve, served, zoo
-from moestro.hf.coverage import relative_error
+from moestro.hf import IMPLEMENTATION, experts, serve, served
 
 
 def module_of(architecture="qwen3_moe", implementation="eager"):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moestro.hf import accelerate, experts, served, zoo
+import zoo
+from moestro.hf import accelerate, experts, served
 from moestro.hf.families.base import join
 from moestro.hf.layout import is_k_contiguous, make_k_contiguous, why_not_in_place
 

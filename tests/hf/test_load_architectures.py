@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import moestro
+import zoo
 from hf.checkpoints import FAMILIES, FUSABLE
 from moestro.errors import MoestroError, UnsupportedError
-from moestro.hf import served, zoo
+from moestro.hf import served
 from moestro.hf.accelerate import find
 from moestro.hf.sources import read_sources
 from source import ROOT

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.conftest import SIZES, byte_tokenizer
-from moestro.bench.quality import windows
-from moestro.bench.quality_report import QualityReport, Row, headline
 from moestro.errors import InvalidInputError, MoestroError
 from moestro.formats import FORMATS, dequantize, quantize
 from moestro.hf.corpus import read_corpus
 from moestro.hf.quality import Options, Variant, measure, variants
 from moestro.hf.text_model import bundled_folder
 from moestro.ops import dispatch
+from moestro.quality.report import QualityReport, Row, headline
+from moestro.quality.score import windows
 from source import ROOT
 from tolerances import assert_close
 

@@ -9,10 +9,10 @@ import torch
 
 import moestro.hf
 from hf.checkpoints import FAMILIES, IDS, logits
-from moestro.bench.quality import Change, Tally, windows
 from moestro.hf.load import load
 from moestro.hf.side_by_side import SideBySide
 from moestro.ops import dispatch
+from moestro.quality.score import Change, Tally, windows
 
 DOCUMENT = IDS.flatten()
 CONTEXT = 8

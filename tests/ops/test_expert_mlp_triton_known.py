@@ -112,7 +112,7 @@ def test_every_mode_that_decides_tells_calls_apart(monkeypatch):
     with torch.no_grad():
         assert torch.func.vmap(lambda row: row * is_known(x, routing, weights))(torch.ones(2)).tolist() == [0, 0]
     assert is_known(x, routing, weights)
-    monkeypatch.setattr(triton_tuned, "edition", lambda: 1)  # moestro tune has stored plans
+    monkeypatch.setattr(triton_tuned, "edition", lambda: 1)  # a search has stored plans
     assert not is_known(x, routing, weights)
 
 

@@ -2,7 +2,7 @@
 
 from moestro.bench.layers import LAYERS, Layer, LayerSpec, make_layer
 from moestro.bench.measure import run
-from moestro.bench.peers import PEERS, Variant, ours
+from moestro.bench.peers import PEERS, Variant, known_peers, ours
 from moestro.bench.records import Plan, Report, Row
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Report",
     "Row",
     "Variant",
+    "known_peers",
     "make_layer",
     "ours",
     "run",

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from moestro import machine
-from moestro.bench.guarded import DeviceLostError, check_device, failures, sentence
+from moestro.bench.failures import DeviceLostError, check_device, failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, make_layer
-from moestro.bench.peers import place as folder
+from moestro.bench.peers import outside
 from moestro.bench.peers.variant import Bind, Variant
 from moestro.bench.point import Limits, Point, no_room, run_point
 from moestro.bench.records import BUDGET_SPENT, Place, Plan, Report, Row, dtype_name
@@ -236,7 +236,7 @@ def num_points(plan: Plan) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, moestro, torch, transformers, and the peers in their folder.
+    """Versions of Python, moestro, torch, transformers, and the peers from outside.
 
     moestro may run from its source tree.
     """
@@ -246,4 +246,4 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "source tree" if name == "moestro" else "not installed"
-    return found | folder.versions()
+    return found | outside.versions()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moestro import machine
-from moestro.bench.guarded import Guarded, check_device, failures, sentence
+from moestro.bench.failures import Guarded, check_device, failures, sentence
 from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, expected_output, flops, inputs
 from moestro.bench.peers.variant import DENSE, Bind, Variant
 from moestro.bench.records import Place, Row, Status

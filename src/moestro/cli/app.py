@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, generate, info, quality, quantize, tune
+from moestro.cli import bench, generate, info, quality, quantize
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -22,7 +22,6 @@ app.command()(generate.generate)
 app.command()(info.info)
 app.command()(quantize.quantize)
 app.command()(quality.quality)
-app.command()(tune.tune)
 app.add_typer(bench.app, name="bench")
 
 

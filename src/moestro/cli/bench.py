@@ -75,7 +75,7 @@ def layer(
             seconds=seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
             device=device,
         )
-        report = _measure(plan)
+        report = _measure(plan, peers)
     except MoestroError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -150,12 +150,13 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _measure(plan: Plan) -> Report:
+def _measure(plan: Plan, peers: str) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from moestro.bench import run
     from moestro.bench.measure import num_points
+    from moestro.bench.peers import outside
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -168,7 +169,10 @@ def _measure(plan: Plan) -> Report:
             progress.update(task, description=text, advance=1 if started else 0)
             started = True
 
-        return run(plan, on_point)
+        report = run(plan, on_point)
+    if peers == "all" and (why := outside.missing()) is not None:
+        report.notes.setdefault("run", []).append(why)
+    return report
 
 
 def _print(report: Report, console: Console) -> None:

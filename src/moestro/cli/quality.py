@@ -15,7 +15,7 @@ from moestro.cli.refusal import refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
-    from moestro.bench.quality_report import QualityReport
+    from moestro.quality.report import QualityReport
 
 TABLE_WIDTH = 160
 
@@ -125,8 +125,8 @@ def _bar(shown: bool) -> Iterator[Callable[[str, int, int], object]]:
 
 
 def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None:
-    from moestro.bench.quality_plot import quality_plot
-    from moestro.bench.quality_report import markdown
+    from moestro.quality.plot import quality_plot
+    from moestro.quality.report import markdown
 
     try:
         if report is not None:
@@ -141,7 +141,7 @@ def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None
 def _print(found: QualityReport) -> None:
     from rich.console import Console
 
-    from moestro.bench.quality_report import headline, reasons, table
+    from moestro.quality.report import headline, reasons, table
 
     console = Console(highlight=False)
     console.width = max(console.width, TABLE_WIDTH)  # a narrow terminal wraps lines; digits are never cut

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro.bench.held_out import held_out
-from moestro.bench.quality import windows
-from moestro.bench.quality_report import Text
 from moestro.errors import invalid_input
+from moestro.quality.held_out import held_out
+from moestro.quality.report import Text
+from moestro.quality.score import windows
 
 OPERATION = "quality"
 HELD_OUT = "held-out standard library"

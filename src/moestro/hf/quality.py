@@ -17,8 +17,6 @@ from typing import Any
 
 from moestro import machine
 from moestro.bench.measure import versions
-from moestro.bench.quality import Tally, windows
-from moestro.bench.quality_report import Model, QualityReport, Row, Stored
 from moestro.errors import MoestroError, invalid_input
 from moestro.formats import FORMATS, check_shape, find_format
 from moestro.hf.accelerate import find, stored_in
@@ -29,6 +27,8 @@ from moestro.hf.quantization import SEARCHES, MoestroConfig
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
 from moestro.hf.text_model import DTYPES, TextSource, find_text_model
+from moestro.quality.report import Model, QualityReport, Row, Stored
+from moestro.quality.score import Tally, windows
 from moestro.types import InputFormat
 from moestro.weights import check_input_format
 

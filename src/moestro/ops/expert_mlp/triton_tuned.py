@@ -1,7 +1,7 @@
-"""Plans that `moestro tune` found on this device, kept in the user's cache directory. Imports no Triton.
+"""Plans found on this device, kept in the user's cache directory. Imports no Triton.
 
-One JSON file for each kind of device. It is read where a call on such a device meets a shape for the first time in a
-process; nothing is written but by `store`.
+`benchmarks/tune.py` of a checkout finds them by timing. One JSON file for each kind of device. It is read where a call
+on such a device meets a shape for the first time in a process; nothing is written but by `store`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def nearest(stored: dict[str, dict[int, Plan]], problem: Problem) -> Plan | None
     if not within:
         return None
     best = min(within, key=lambda t: max(t, tokens) / min(t, tokens))
-    return replace(plans[best], reason=f"found by moestro tune for T = {best} on this kind of device")
+    return replace(plans[best], reason=f"found by timing for T = {best} on this kind of device")
 
 
 def store(name: str, found: dict[Problem, Plan]) -> Path:
