@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf.models import ALL, FAMILIES, built, logits, refused
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
 from moestro.hf import accelerate, served, zoo
-from moestro.hf.accelerate import adapter_of
 from moestro.hf.coverage import relative_error
 from moestro.hf.families import ADAPTERS
+from moestro.hf.serving import adapter_of
 
 
 def files(model, folder):

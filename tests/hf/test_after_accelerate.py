@@ -12,8 +12,8 @@ from torch import nn
 from hf.models import ALL, built, logits, refused
 from moestro.errors import UnsupportedError
 from moestro.hf import accelerate, experts, served, zoo
-from moestro.hf.accelerate import adapter_of
 from moestro.hf.coverage import relative_error
+from moestro.hf.serving import adapter_of
 
 
 class LoraLinear(nn.Module):

@@ -13,7 +13,7 @@ import transformers
 
 from moestro.errors import UnsupportedError
 from moestro.hf import coverage, zoo
-from moestro.hf.accelerate import accelerate, adapter_of, routes
+from moestro.hf.serving import accelerate, adapter_of, routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
 ARCHITECTURES = zoo.architectures()

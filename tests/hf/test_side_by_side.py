@@ -10,7 +10,7 @@ import torch
 import moestro.hf
 from hf.checkpoints import FAMILIES, IDS, logits
 from moestro.bench.quality import Change, Tally, windows
-from moestro.hf.load import load
+from moestro.hf.loading import load
 from moestro.hf.side_by_side import SideBySide
 from moestro.ops import _select
 

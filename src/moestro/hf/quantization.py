@@ -25,11 +25,11 @@ from moestro.checkpoint import Checkpoint, open_checkpoint
 from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
-from moestro.hf.accelerate import Found, replace_forward
 from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.names import NameMap
 from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
+from moestro.hf.serving import Found, replace_forward
 from moestro.hf.sources import Quantization, check_rest, find_scaled, find_stored
 from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
 from moestro.types import InputFormat

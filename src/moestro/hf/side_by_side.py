@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moestro.bench.quality import Tally, Window, score
-from moestro.hf.accelerate import Found, find
+from moestro.hf.serving import Found, find
 from moestro.ops import _select
 from moestro.ops.expert_mlp import run
 from moestro.types import Routing

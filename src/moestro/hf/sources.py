@@ -21,10 +21,10 @@ from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
 from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.hf.accelerate import Found, find
 from moestro.hf.names import NameMap
 from moestro.hf.places import explained, read_config
 from moestro.hf.projections import Projection, Projections
+from moestro.hf.serving import Found, find
 from moestro.hf.store import SUFFIXES, Part, Recipe, Stored
 
 OPERATION = "load"

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moestro.errors import MoestroError, invalid_input
-from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
-from moestro.hf.load import load
+from moestro.hf.loading import load
 from moestro.hf.places import explained, find_device, find_model, fitting, out_of_memory, read_config
 from moestro.hf.quantization import MoestroConfig
+from moestro.hf.serving import Served, accelerate, adapter_of, find, served
 from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
