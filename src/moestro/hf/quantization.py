@@ -34,7 +34,7 @@ from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
 from moestro.hf.sources import Quantization, check_form, check_rest, find_scaled, find_stored
-from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
+from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Frozen, Part, Recipe, Stored, find_in_state
 from moestro.types import InputFormat
 from moestro.weights import check_input_format, quantize_experts
 
@@ -164,12 +164,12 @@ class MoestroQuantizer(HfQuantizer):
         for weight in self._scaled:
             weight.give(model, self._checkpoint)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
-        residency = Residency(self._checkpoint)
+        residency, frozen = Residency(self._checkpoint), Frozen()
         for layer, stored in bar:
             holder = model.get_submodule(stored.path)
             store = self._store(stored)
             device = _device_of(model, layer)
-            store.residency = residency
+            store.residency, store.frozen = residency, frozen
             store.set_input_format(self._input_format, "load")
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
