@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def bundled_folder() -> Path:
     Raises:
         InvalidInputError: this installation has none.
     """
-    folder = Path(str(resources.files("moestro"))) / "bundled"
+    folder = Path(__file__).parent.parent / "bundled"
     if not (folder / "config.json").is_file():
         raise invalid_input(
             OPERATION,
