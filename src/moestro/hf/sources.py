@@ -111,14 +111,16 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     Raises:
         InvalidInputError, UnsupportedError: as for `load`.
     """
-    config = read_config(folder, OPERATION)
-    quantization = take_quantization(config)
     checkpoint = open_checkpoint(Path(folder))
+    config = read_config(folder, OPERATION, checkpoint)
+    quantization = take_quantization(config)
     fix = "Check config.json, or update Transformers."
-    with explained(OPERATION, folder, "a configuration that a model can be made of", fix), torch.device("meta"):
-        model = _empty(config)
+    with explained(OPERATION, folder, "a configuration that a model can be made of", fix):
+        with torch.device("meta"):
+            model = _empty(config)
+        layers = find_stored(model, checkpoint, Quantization.of(quantization))
     sources = []
-    for _, stored in find_stored(model, checkpoint, Quantization.of(quantization)):
+    for _, stored in layers:
         for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
             experts = recipe.build({name: checkpoint.tensor(name) for name in recipe.names})
             sources.append(ExpertSource(projection.target(stored.path), experts, recipe.names))
@@ -133,7 +135,9 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
         InvalidInputError: it is not of the form that Transformers and moestro write.
     """
     found: dict[str, Any] | None = None
-    for part in (config, config.get_text_config()):
+    with explained(OPERATION, config.name_or_path, "one configuration of its text model", "Check config.json."):
+        text = config.get_text_config()
+    for part in (config, text):
         given = getattr(part, "quantization_config", None)
         if given is not None:
             found = given.to_dict() if hasattr(given, "to_dict") else given
