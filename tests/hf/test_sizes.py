@@ -46,7 +46,6 @@ def no_module(monkeypatch):
         ({"hidden_size": 2**40}, "the largest size in the files"),
         ({"num_hidden_layers": -1}, "above 0"),
         ({"decoder_sparse_step": 0}, "above 0"),
-        ({"head_dim": 0}, "above 0"),
         ({"num_attention_heads": 0}, "above 0"),
         ({"num_experts_per_tok": 1000}, "a number from 1 to that of the experts"),
         ({"num_experts_per_tok": 0}, "a number from 1 to that of the experts"),
@@ -74,7 +73,9 @@ def test_more_experts_for_a_token_than_the_architecture_has_by_itself(made, tmp_
 
 
 @pytest.mark.parametrize(
-    "changed", [{"dtype": [None]}, {"torch_dtype": [None]}, {"rope_theta": 2**70}, {"rope_theta": [None]}], ids=str
+    "changed",
+    [{"head_dim": 0}, {"dtype": [None]}, {"torch_dtype": [None]}, {"rope_theta": 2**70}, {"rope_theta": [None]}],
+    ids=str,
 )
 @pytest.mark.parametrize("reading", [moestro.load, read_sources])
 def test_what_transformers_stumbles_over(made, tmp_path, reading, changed):

@@ -12,8 +12,8 @@ from moestro.checkpoint import Checkpoint
 from moestro.errors import InvalidInputError, invalid_input
 
 _LAYERS = re.compile(r"(^|_)(num|n)_(\w+_)?(layers?|blocks?)$")
-_WIDTHS = re.compile(r"(^|_)(num|n)_(\w+_)?(experts?|heads?)$|(hidden|vocab)_size$|head_dim$|^d_model$")
-_NEVER_ZERO = ("decoder_sparse_step", "head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
+_WIDTHS = re.compile(r"(^|_)(num|n)_(\w+_)?(experts?|heads?)$|^hidden_size$|^head_dim$|^d_model$")
+_NEVER_ZERO = ("decoder_sparse_step", "hidden_size", "num_attention_heads")
 _TOP_K = re.compile(r"^(num_)?(selected_experts|experts_per_tok(en)?)$|^moe_(top_?)?k$|^top_k_experts$")
 _EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
