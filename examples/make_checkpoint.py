@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moestro.checkpoint import TensorSpec, plan_shards, write_file, write_index
+from moestro.checkpoint.scheme import MARK, Scheme
 from moestro.errors import InvalidInputError, invalid_input
 from moestro.formats import find_format
 from published import PUBLISHED, Published
@@ -141,8 +142,7 @@ def _experts(request: Request, published: Published, config: dict[str, Any]) -> 
     if not published.own_formats:
         needs = "a model that has everything but its experts in bfloat16"
         _refuse(f"--format for {request.like}", needs, "Take qwen3-30b-a3b, or quantise the written checkpoint.")
-    ours = {"quant_method": "moestro", "format": form.name, "search": "nearest", "overrides": {}}
-    return InFormat(form), config | {"quantization_config": ours}
+    return InFormat(form), config | MARK | {"quantization_config": Scheme(form.name).as_config()}
 
 
 def write(

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from moestro.errors import unsupported
-from moestro.hf.accelerate import adapter_of, routes
+from moestro.hf.serving import adapter_of, routes
 from zoo_sizes import LATENT, OVERRIDES, SIZES
 
 VOCABULARY = 96

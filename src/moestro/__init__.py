@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from moestro.errors import MoestroError
@@ -53,3 +54,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(hf, name)
     raise AttributeError(f"module 'moestro' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, and the submodules that were imported."""
+    submodules = [name for name, value in globals().items() if isinstance(value, ModuleType)]
+    return sorted({*__all__, *submodules, "__doc__", "__file__", "__name__", "__path__"})

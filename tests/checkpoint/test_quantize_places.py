@@ -11,7 +11,9 @@ import pytest
 from checkpoint.quantize_jobs import experts_of, make_job, make_source, many_files, refused, sums
 from moestro.checkpoint import open_checkpoint, write_checksums
 from moestro.checkpoint.quantize import quantize_checkpoint
+from moestro.checkpoint.replace import replace_text
 from moestro.checkpoint.resume import JOURNAL, RECORD, partial_folder
+from moestro.errors import InvalidInputError
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +100,70 @@ def test_a_source_that_is_not_what_its_checksums_say(source: Path, tmp_path: Pat
     entry.file.write_bytes(data)
     found = refused(many_files(copy, tmp_path / "dst"))
     assert f"{entry.file}: tensor {entry.name!r} with SHA-256" in found["got"]
+
+
+# Links
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt"])
+def test_a_link_out_of_the_source(source: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("of somebody else")
+    copy = shutil.copytree(source, tmp_path / "src")
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).symlink_to(tmp_path / "secret")
+    found = refused(make_job(copy, tmp_path / "dst"))
+    assert f"{copy / name}, a link to {tmp_path / 'secret'}" in found["got"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "src"]
+
+
+def test_links_within_the_source_and_to_folders(source: Path, tmp_path: Path) -> None:
+    """Files are copied, folders are not followed."""
+    copy = shutil.copytree(source, tmp_path / "src")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("x")
+    (copy / "elsewhere").symlink_to(tmp_path / "elsewhere")
+    (copy / "LICENSE").symlink_to("README.md")
+    quantize_checkpoint(make_job(copy, tmp_path / "dst"))
+    assert (tmp_path / "dst" / "LICENSE").read_bytes() == (copy / "README.md").read_bytes()
+    assert not (tmp_path / "dst" / "LICENSE").is_symlink()
+    assert not (tmp_path / "dst" / "elsewhere").exists()
+
+
+def test_a_cache_of_the_hub_is_made_of_links(source: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
+    shutil.copytree(source, snapshot)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(p for p in snapshot.rglob("*") if p.is_file())):
+        path.rename(blobs / f"{number}")
+        path.symlink_to(blobs / f"{number}")
+    quantize_checkpoint(make_job(snapshot, tmp_path / "dst"))
+    assert (tmp_path / "dst" / "README.md").read_bytes() == (source / "README.md").read_bytes()
+
+
+def test_the_folder_of_an_unfinished_result_is_no_link(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    partial_folder(tmp_path / "dst").symlink_to(tmp_path / "elsewhere")
+    assert "dst.partial, a link to" in refused(make_job(source, tmp_path / "dst"))["got"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["additional_chat_templates", "model.safetensors.partial"])
+def test_nothing_is_written_through_links_in_it(source: Path, tmp_path: Path, name: str) -> None:
+    job = make_job(source, tmp_path / "dst")
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(job, stop)
+    (tmp_path / "elsewhere").mkdir()
+    (partial_folder(tmp_path / "dst") / name).symlink_to(tmp_path / "elsewhere" / ("" if "." not in name else "file"))
+    assert f"{name}, a link to" in refused(job)["got"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def stop(progress: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "x.partial").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidInputError, match="symbolic link"):
+        replace_text(tmp_path / "x", "text")
+    assert not (tmp_path / "elsewhere").exists()

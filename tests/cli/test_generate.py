@@ -200,7 +200,7 @@ def test_chat_uses_the_template(model_folder: Path, tmp_path: Path) -> None:
         ("empty", "holds no config.json"),
         ("no tokenizer", "without a tokenizer"),
         ("no weights", "needs readable weights"),
-        ("cut", "needs readable weights"),
+        ("cut", "bytes that are missing"),
         ("missing weight", "1 weights missing, such as model.norm.weight"),
         ("other shapes", "of other shapes than its configuration says"),
         ("dense", "Qwen3ForCausalLM, a dense model"),

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from architectures import relative_error
 from hf.models import ALL, FAMILIES, built, logits, refused
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
 from moestro.hf import accelerate, served
-from moestro.hf.accelerate import adapter_of
 from moestro.hf.families import ADAPTERS
+from moestro.hf.serving import adapter_of
 
 
 def files(model, folder):
@@ -237,6 +238,46 @@ def test_a_dense_model_is_refused():
         vocab_size=96, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, head_dim=8
     )
     refused(LlamaForCausalLM(config), "a dense model", "a Mixture-of-Experts model", "nothing here to serve")
+
+
+class Top2MLP(nn.Module):
+    """An expert of Mixtral as Transformers had it before it stacked them, and as code beside checkpoints has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+
+
+class Block(nn.Module):
+    def __init__(self, router="gate", experts="experts"):
+        super().__init__()
+        setattr(self, router, nn.Linear(8, 4, bias=False))
+        setattr(self, experts, nn.ModuleList(Top2MLP() for _ in range(4)))
+
+
+class MixtralSparseMoeBlock(Block):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (Block, "layers.0.experts is a ModuleList: experts as 4 modules of Top2MLP"),
+        (partial(Block, "router", "mlps"), "layers.0.mlps is a ModuleList: experts as 4 modules of Top2MLP"),
+        (MixtralSparseMoeBlock, "layers.0 is a MixtralSparseMoeBlock"),
+    ],
+)
+def test_experts_in_a_list_of_modules_are_not_called_dense(block, words):
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(block() for _ in range(3))
+    refused(model, words, "without trust_remote_code", "add-an-architecture.md")
+
+
+def test_a_list_of_layers_is_no_list_of_experts():
+    model = nn.Sequential()
+    model.gate_proj = nn.Linear(8, 3)
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+    refused(model, "a dense model")
 
 
 def test_single_projection_experts_are_refused():

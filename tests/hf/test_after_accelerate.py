@@ -14,7 +14,7 @@ from architectures import relative_error
 from hf.models import ALL, built, logits, refused
 from moestro.errors import UnsupportedError
 from moestro.hf import accelerate, experts, served
-from moestro.hf.accelerate import adapter_of
+from moestro.hf.serving import adapter_of
 
 
 class LoraLinear(nn.Module):

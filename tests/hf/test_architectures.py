@@ -14,7 +14,7 @@ import transformers
 import architectures
 import zoo
 from moestro.errors import UnsupportedError
-from moestro.hf.accelerate import accelerate, adapter_of, routes
+from moestro.hf.serving import accelerate, adapter_of, routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
 ARCHITECTURES = zoo.architectures()

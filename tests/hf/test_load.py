@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import moestro
 from hf.checkpoints import DROPPED, FAMILIES, FP8, FUSABLE, IDS, blocks_128, differing, logits, read
 from moestro.hf import served
-from moestro.hf.accelerate import adapter_of
+from moestro.hf.serving import adapter_of
 from moestro.hf.sources import read_sources
 from tolerances import assert_close, bit_equal
 

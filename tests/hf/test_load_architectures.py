@@ -12,7 +12,7 @@ import zoo
 from hf.checkpoints import FAMILIES, FUSABLE
 from moestro.errors import MoestroError, UnsupportedError
 from moestro.hf import served
-from moestro.hf.accelerate import find
+from moestro.hf.serving import find
 from moestro.hf.sources import read_sources
 from source import ROOT
 from tolerances import assert_close

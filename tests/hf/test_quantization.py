@@ -307,6 +307,7 @@ def test_what_a_configuration_says_of_itself():
     config = MoestroConfig("bf16", search="mse", overrides={"*down_proj": "int8"})
     assert config.to_dict() == {
         "quant_method": "moestro",
+        "version": 1,
         "format": "bfloat16",
         "search": "mse",
         "overrides": {"*down_proj": "int8"},
@@ -337,6 +338,9 @@ def test_the_sizes_are_the_formats(made, saved):
         ({"format": "int8", "search": "best"}, "nearest, mse"),
         ({"projections": "int8"}, "True or False"),
         ({"format": "int8", "overrides": {"*": "int5"}}, "int8"),
+        ({"format": "int8", "overides": {}}, "overides"),
+        ({"format": "int8", "version": 2}, "version 2"),
+        ({"format": "int8", "version": "1"}, "version '1'"),
     ],
     ids=str,
 )

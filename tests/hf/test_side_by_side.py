@@ -9,7 +9,7 @@ import torch
 
 import moestro.hf
 from hf.checkpoints import FAMILIES, IDS, logits
-from moestro.hf.load import load
+from moestro.hf.loading import load
 from moestro.hf.side_by_side import SideBySide
 from moestro.ops import dispatch
 from moestro.quality.score import Change, Tally, windows

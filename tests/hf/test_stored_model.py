@@ -165,8 +165,10 @@ def test_gradients_reach_what_is_not_stored(made):
         made.plain("gpt-oss-20b"), dtype=torch.float32, experts_implementation="eager"
     )
     model = moestro.load(made.folder("gpt-oss-20b"), dtype="float32")
+    plain.train()
+    with pytest.warns(UserWarning, match="experts are stored"):
+        model.train()
     for each in (plain, model):
-        each.train()
         each(IDS, labels=IDS).loss.backward()
     wanted = {n: p.grad for n, p in plain.named_parameters()}
     found = {n: p.grad for n, p in model.named_parameters()}
@@ -175,6 +177,20 @@ def test_gradients_reach_what_is_not_stored(made):
     for name, gradient in found.items():
         assert gradient is not None, name
         assert_close(gradient, wanted[name])
+
+
+def test_training_says_once_that_experts_are_not_trained(made):
+    model = moestro.load(made.wide(), format="int8")
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        with pytest.warns(UserWarning, match="experts are stored") as caught:
+            each.train()
+        each.eval().train()  # warnings are errors here
+        (said,) = caught
+        assert "int8" in str(said.message)
+        assert "target_parameters" in str(said.message)
+        assert "moestro.accelerate" in str(said.message)
+    AutoModelForCausalLM.from_pretrained(made.wide()).train()  # its experts are parameters
 
 
 def test_gradients_through_every_kind(model):

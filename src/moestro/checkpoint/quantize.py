@@ -29,7 +29,7 @@ from moestro.checkpoint.resume import (
     is_complete,
     open_partial,
 )
-from moestro.checkpoint.scheme import Scheme
+from moestro.checkpoint.scheme import MARK, METHOD, Scheme
 from moestro.checkpoint.sources import ExpertSource
 from moestro.checkpoint.write import write_index
 from moestro.errors import InvalidInputError, invalid_input
@@ -190,10 +190,16 @@ def _config(job: Job) -> dict[str, Any]:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         before = part.pop("quantization_config", None) or before
-    if isinstance(before, dict) and before.get("quant_method") == "moestro":
+    if isinstance(before, dict) and before.get("quant_method") == METHOD:
         before = before.get("rest")
     scheme = job.scheme.settled(source.target for source in job.experts)
-    return {**config, "quantization_config": scheme.as_config(before)}
+    return {**config, **MARK, "quantization_config": scheme.as_config(before)}
+
+
+def _decided(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the source and the options say of a config.json, without what moestro marks every result with."""
+    own = {key: value for key, value in config["quantization_config"].items() if key != "version"}
+    return {key: value for key, value in config.items() if key not in MARK} | {"quantization_config": own}
 
 
 def _no_config(path: Path, reason: str) -> InvalidInputError:
@@ -209,7 +215,10 @@ def other_files(folder: Path) -> list[Path]:
     """Files of a model's folder that belong to the model beside weights and configuration, relative to it, sorted.
 
     Tokenizers, templates, generation settings, code, the model card and the like: everything that is not weights, an
-    index or checksums of them, config.json, hidden, or unfinished.
+    index or checksums of them, config.json, hidden, or unfinished. Links to folders are not followed.
+
+    Raises:
+        InvalidInputError: a link to a file outside the folder, other than those a cache of the hub is made of.
     """
     found = []
     for path in folder.rglob("*"):
@@ -217,8 +226,22 @@ def other_files(folder: Path) -> list[Path]:
         named = str(relative) in (CONFIG, CHECKSUMS, RECORD) or path.name.endswith((".index.json", PARTIAL))
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.is_file() and not named and not hidden and path.suffix not in WEIGHTS:
+            _check_inside(folder, path)
             found.append(relative)
     return sorted(found)
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Refuse a link out of a model's folder: what it names is no part of the model."""
+    here, there = folder.resolve(), path.resolve()
+    blobs = here.parent.parent / "blobs" if here.parent.name == "snapshots" else here  # as the hub's cache has them
+    if not there.is_relative_to(here) and there.parent != blobs:
+        raise invalid_input(
+            OPERATION,
+            got=f"{path}, a link to {there}, outside the source",
+            needs="files that lie in the source",
+            fix="Put a copy of the file in its place, or remove the link.",
+        )
 
 
 def _record(job: Job, outputs: Outputs, config: Mapping[str, Any]) -> Record:
@@ -235,7 +258,7 @@ def _record(job: Job, outputs: Outputs, config: Mapping[str, Any]) -> Record:
         "shard size": job.shard_bytes,
         "source": {path.name: _identity(path) for path in job.checkpoint.files},
         "files": {str(path): _identity(job.folder / path) for path in other_files(job.folder)},
-        "configuration": _hash(config),
+        "configuration": _hash(_decided(config)),
         "tensors": _hash([headers, tensors]),
         "shards": dict(outputs.sizes),
     }

@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Output]:
     """
     partial = path.with_name(path.name + PARTIAL)
     with explained(path):
-        file = open(partial, "wb")  # noqa: SIM115 (closed below, where closing can fail too)
+        file = open(partial, "wb", opener=_open_no_link)  # noqa: SIM115 (closed below, where closing can fail too)
     try:
         try:
             yield Output(path, file)
@@ -59,6 +59,11 @@ def replacing(path: Path) -> Iterator[Output]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file, but not what a link of its name leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def replace_text(path: Path, text: str) -> Path:

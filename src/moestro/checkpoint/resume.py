@@ -160,9 +160,11 @@ def open_partial(destination: Path, record: Record) -> Iterator[PartialFolder]:
     """The incomplete folder of a destination, made or continued; nobody else can open it meanwhile.
 
     Raises:
-        InvalidInputError: it was begun with another record, is not such a folder, cannot be written, or is open.
+        InvalidInputError: it was begun with another record, is not such a folder, is or holds a link, cannot be
+            written, or is open.
     """
     path = partial_folder(destination)
+    _check_no_links(path)
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
@@ -171,6 +173,18 @@ def open_partial(destination: Path, record: Record) -> Iterator[PartialFolder]:
         finally:
             with suppress(OSError):  # goes if nothing was written
                 path.rmdir()
+
+
+def _check_no_links(path: Path) -> None:
+    """Refuse links where moestro makes none: what is written must lie in the folder."""
+    link = next((found for found in (path, *path.rglob("*")) if found.is_symlink()), None)
+    if link is not None:
+        raise invalid_input(
+            "quantize",
+            got=f"{link}, a link to {link.resolve()}",
+            needs="a place of its own for the result while it is incomplete",
+            fix="Delete the link, or name another folder.",
+        )
 
 
 def _finished(path: Path, record: Record) -> dict[str, dict[str, str]]:

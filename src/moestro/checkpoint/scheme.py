@@ -7,11 +7,24 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
-from moestro.errors import invalid_input
+from moestro.errors import InvalidInputError, invalid_input
 from moestro.formats import WeightFormat, find_format
 from moestro.formats.encode import Search
 
 SEARCHES = get_args(Search)
+
+METHOD = "moestro"
+"""What Transformers knows the experts implementation and the quantisation by."""
+
+VERSION = 1
+"""Of the `quantization_config` that is written; one without a version was written before there were any."""
+
+MARK = {"experts_implementation": METHOD}
+"""What a config.json says, so that Transformers without moestro refuses the model: it skips a `quantization_config` of
+a method that it does not know, and fills the experts with random numbers."""
+
+KEYS = frozenset(("quant_method", "version", "format", "search", "overrides", "rest"))
+"""Of the `quantization_config`."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,29 @@ class Scheme:
             rest: how the source was quantised apart from its experts, as its own `quantization_config` says; or None.
         """
         config: dict[str, Any] = {
-            "quant_method": "moestro",
+            "quant_method": METHOD,
+            "version": VERSION,
             "format": find_format(self.format).name,
             "search": self.search,
             "overrides": {pattern: find_format(name).name for pattern, name in self.overrides.items()},
         }
         return config if rest is None else {**config, "rest": rest}
+
+
+def check_keys(config: Mapping[str, Any], operation: str) -> None:
+    """Refuse a `quantization_config` of moestro that says what this version does not know.
+
+    Raises:
+        InvalidInputError: unknown keys, or another version than those until now.
+    """
+    version = config.get("version", VERSION)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise _unknown(operation, f"version {version!r}", f"version {VERSION}, or none")
+    unknown = sorted(str(key) for key in config if key not in KEYS)
+    if unknown:
+        raise _unknown(operation, ", ".join(unknown), f"no other keys than {', '.join(sorted(KEYS))}")
+
+
+def _unknown(operation: str, got: str, needs: str) -> InvalidInputError:
+    fix = "Update moestro, or correct config.json."
+    return invalid_input(operation, got=f"a quantization_config of moestro with {got}", needs=needs, fix=fix)

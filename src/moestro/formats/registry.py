@@ -50,7 +50,7 @@ def find_format(name: str) -> WeightFormat:
     Raises:
         InvalidInputError: there is none.
     """
-    found = FORMATS.get(_ALIASES.get(name, name))
+    found = FORMATS.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None:
         raise invalid_input(
             "find_format",

@@ -12,12 +12,12 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moestro.hf import seams
-from moestro.hf.accelerate import Served, accelerate, served
 from moestro.hf.dense import served_projections
 from moestro.hf.experts import serve
-from moestro.hf.load import load
+from moestro.hf.loading import load
 from moestro.hf.low_precision import serve_fp8
 from moestro.hf.quantization import MoestroConfig
+from moestro.hf.serving import Served, accelerate, served
 
 IMPLEMENTATION = "moestro"
 """The name under which Transformers finds the implementation."""

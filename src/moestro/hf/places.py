@@ -13,17 +13,21 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
+from moestro.checkpoint import Checkpoint
 from moestro.errors import MoestroError, invalid_input
+from moestro.hf.sizes import check_sizes, check_top_k
 
 _OF_OTHERS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
+    ArithmeticError,
     AssertionError,
-    RuntimeError,
+    AttributeError,
     ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
     SafetensorError,
     StrictDataclassError,
 )
@@ -61,17 +65,26 @@ def find_model(name: str | Path, operation: str) -> str:
     return name
 
 
-def read_config(source: str | Path, operation: str) -> Any:
+def read_config(source: str | Path, operation: str, checkpoint: Checkpoint | None = None) -> Any:
     """The configuration of the model in a folder, or of this hub id.
 
+    Args:
+        source: the folder or the id.
+        operation: for errors.
+        checkpoint: the files in the folder, with which its sizes are compared before Transformers makes lists of them.
+
     Raises:
-        InvalidInputError: there is none, or Transformers cannot read it.
+        InvalidInputError: there is none, Transformers cannot read it, or the files cannot have its sizes.
     """
     local = Path(source).is_dir()
+    if local:
+        check_sizes(Path(source), checkpoint, operation)
     needs = "a configuration that Transformers knows" if local else "a folder here, or a hub id that can be reached"
     fix = "Check config.json, or update Transformers." if local else "Check the name and the connection."
     with explained(operation, source, needs, fix):
-        return AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+        check_top_k(Path(source) / "config.json" if local else source, config.to_dict(), operation)
+    return config
 
 
 def find_device(name: torch.device | str, operation: str) -> torch.device:

@@ -6,7 +6,9 @@ load it.
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,20 +24,20 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
+from moestro.checkpoint.scheme import MARK, METHOD, VERSION, check_keys
 from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
-from moestro.hf.accelerate import Found, replace_forward
 from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.names import NameMap
 from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
-from moestro.hf.sources import Quantization, check_rest, find_scaled, find_stored
-from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Part, Recipe, Stored, find_in_state
+from moestro.hf.serving import Found, replace_forward
+from moestro.hf.sources import Quantization, check_form, check_rest, find_scaled, find_stored
+from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Frozen, Part, Recipe, Stored, find_in_state
 from moestro.types import InputFormat
 from moestro.weights import check_input_format, quantize_experts
 
-METHOD = "moestro"
 SEARCHES = ("nearest", "mse")
 
 
@@ -56,7 +58,8 @@ class MoestroConfig(QuantizationConfigMixin):
             saved either.
 
     Raises:
-        InvalidInputError: an unknown format, search or input_format, or projections that are neither True nor False.
+        InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
+            argument that there is not, or a version later than this.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class MoestroConfig(QuantizationConfigMixin):
         rest: Mapping[str, Any] | None = None,
         input_format: InputFormat = "float",
         projections: bool = False,
-        **_: Any,
+        **others: Any,
     ) -> None:
+        check_keys(others, "MoestroConfig")
+        check_form({"format": format, "overrides": overrides, "rest": rest}, "MoestroConfig")
         check_input_format(input_format, (), "MoestroConfig")
         check_choice(projections, "MoestroConfig")
         if search not in SEARCHES:
@@ -76,6 +81,7 @@ class MoestroConfig(QuantizationConfigMixin):
                 "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
             )
         self.quant_method = METHOD
+        self.version = VERSION
         self.format = None if format is None else find_format(format).name
         self.search = search
         self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
@@ -97,8 +103,10 @@ class MoestroQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MoestroConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        own = quantization_config.to_dict() if kwargs.get("pre_quantized", True) else None
-        self.source = Quantization.of(quantization_config.__dict__.pop("source", own))
+        own = _as_read(quantization_config) if kwargs.get("pre_quantized", True) else None
+        source = quantization_config.__dict__.pop("source", own)
+        self.source = Quantization.of(source)
+        self._own_files = source is not None and source.get("quant_method") == METHOD
         self._complete = quantization_config.__dict__.pop("complete", False)
         self._input_format: InputFormat = quantization_config.__dict__.pop("input_format", "float")
         self._projections: bool = quantization_config.__dict__.pop("projections", False)
@@ -117,6 +125,8 @@ class MoestroQuantizer(HfQuantizer):
             )
         self._device_map = device_map
         self._checkpoint = _open(checkpoint_files)
+        if self._own_files:
+            _warn_unmarked(Path(self._checkpoint.files[0]).with_name("config.json"))
         self._layers = find_stored(model, self._checkpoint, self.source)
         config = self.quantization_config
         target = Quantization(METHOD, None, config.format, config.overrides)
@@ -154,12 +164,12 @@ class MoestroQuantizer(HfQuantizer):
         for weight in self._scaled:
             weight.give(model, self._checkpoint)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
-        residency = Residency(self._checkpoint)
+        residency, frozen = Residency(self._checkpoint), Frozen()
         for layer, stored in bar:
             holder = model.get_submodule(stored.path)
             store = self._store(stored)
             device = _device_of(model, layer)
-            store.residency = residency
+            store.residency, store.frozen = residency, frozen
             store.set_input_format(self._input_format, "load")
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
@@ -169,6 +179,8 @@ class MoestroQuantizer(HfQuantizer):
         del self._layers, self._scaled, self._checkpoint
         if self.quantization_config.changes_nothing and self.source.method != "fp8":
             self._forget(model)
+        else:
+            vars(model.config).update(MARK)
         return model
 
     def _store(self, stored: Stored) -> ExpertStore:
@@ -205,6 +217,27 @@ class MoestroQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _as_read(config: MoestroConfig) -> dict[str, Any]:
+    """The `quantization_config` of a config.json, out of what Transformers made of it: without how a run computes."""
+    run = {"input_format": "float", "projections": False}
+    return {key: value for key, value in config.to_dict().items() if key not in run or value != run[key]}
+
+
+def _warn_unmarked(path: Path) -> None:
+    """Say how to mend a config.json that moestro wrote before it marked what only moestro can read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a variant whose configuration has another name
+        return
+    if isinstance(found, dict) and any(found.get(key) != value for key, value in MARK.items()):
+        line = ", ".join(f'"{key}": "{value}",' for key, value in MARK.items())
+        warnings.warn(
+            f"{path} was written by an earlier moestro. It loads correctly here, but Transformers alone would fill its"
+            f" experts with random numbers: add the line {line} after its first brace, and that becomes an error.",
+            stacklevel=2,
+        )
 
 
 def _release(checkpoint: Checkpoint, recipe: Recipe, expert: int) -> None:

@@ -14,7 +14,8 @@ import torch
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from moestro.hf.quantization import METHOD, MoestroConfig, MoestroQuantizer
+from moestro.checkpoint.scheme import METHOD
+from moestro.hf.quantization import MoestroConfig, MoestroQuantizer
 
 METHODS = ("fp8", "mxfp4")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro.hf.accelerate import Found, find
+from moestro.hf.serving import Found, find
 from moestro.ops.dispatch import Operation, Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP, run
 from moestro.quality.score import Tally, Window, score

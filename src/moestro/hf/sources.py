@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
+from moestro.checkpoint.scheme import METHOD, check_keys
 from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.hf.accelerate import Found, find
 from moestro.hf.names import NameMap
 from moestro.hf.places import explained, read_config
 from moestro.hf.projections import Projection, Projections
+from moestro.hf.serving import Found, find
 from moestro.hf.store import SUFFIXES, Part, Recipe, Stored
 
 OPERATION = "load"
@@ -58,13 +59,14 @@ class Quantization:
 
         Raises:
             UnsupportedError: a method whose experts moestro cannot read as they are.
-            InvalidInputError: it is not of the form that Transformers and moestro write.
+            InvalidInputError: it is not of the form that Transformers and moestro write, or of a later version.
         """
         if config is None:
             return cls()
-        _check_form(config)
+        check_form(config, OPERATION)
         method = str(getattr(config.get("quant_method"), "value", config.get("quant_method", "")))
-        if method == "moestro":
+        if method == METHOD:
+            check_keys(config, OPERATION)
             rest = cls.of(config.get("rest"))
             return cls(rest.method or method, rest.block_size, config.get("format"), config.get("overrides") or {})
         if method not in QUANTIZED:
@@ -86,13 +88,17 @@ class Quantization:
         return found
 
 
-def _check_form(config: Any) -> None:
+def check_form(config: Any, operation: str) -> None:
     """Raise unless a `quantization_config` has the form that its readers rely on."""
-    size = config.get("weight_block_size") if isinstance(config, Mapping) else None
+    found = config if isinstance(config, Mapping) else {}
+    size, overrides = found.get("weight_block_size"), found.get("overrides") or {}
     sizes = size is None or (isinstance(size, list | tuple) and [type(n) for n in size] == [int, int])
-    if not isinstance(config, Mapping) or not sizes or not isinstance(config.get("overrides") or {}, Mapping):
+    mapping = overrides if isinstance(overrides, Mapping) else {"": None}
+    names = [*mapping.values(), found.get("format") or ""]
+    objects = isinstance(config, Mapping) and isinstance(found.get("rest") or {}, Mapping)
+    if not objects or not sizes or not all(isinstance(name, str) for name in names):
         raise invalid_input(
-            OPERATION,
+            operation,
             got=f"quantization_config {config!r}",
             needs="a JSON object, its weight_block_size two whole numbers and its overrides formats by pattern",
             fix="Check config.json, or download it again.",
@@ -105,14 +111,16 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     Raises:
         InvalidInputError, UnsupportedError: as for `load`.
     """
-    config = read_config(folder, OPERATION)
-    quantization = take_quantization(config)
     checkpoint = open_checkpoint(Path(folder))
+    config = read_config(folder, OPERATION, checkpoint)
+    quantization = take_quantization(config)
     fix = "Check config.json, or update Transformers."
-    with explained(OPERATION, folder, "a configuration that a model can be made of", fix), torch.device("meta"):
-        model = _empty(config)
+    with explained(OPERATION, folder, "a configuration that a model can be made of", fix):
+        with torch.device("meta"):
+            model = _empty(config)
+        layers = find_stored(model, checkpoint, Quantization.of(quantization))
     sources = []
-    for _, stored in find_stored(model, checkpoint, Quantization.of(quantization)):
+    for _, stored in layers:
         for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
             experts = recipe.build({name: checkpoint.tensor(name) for name in recipe.names})
             sources.append(ExpertSource(projection.target(stored.path), experts, recipe.names))
@@ -127,7 +135,9 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
         InvalidInputError: it is not of the form that Transformers and moestro write.
     """
     found: dict[str, Any] | None = None
-    for part in (config, config.get_text_config()):
+    with explained(OPERATION, config.name_or_path, "one configuration of its text model", "Check config.json."):
+        text = config.get_text_config()
+    for part in (config, text):
         given = getattr(part, "quantization_config", None)
         if given is not None:
             found = given.to_dict() if hasattr(given, "to_dict") else given

@@ -6,6 +6,7 @@ the recipes inside a model. Nothing is computed here: what lies in a file stays 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -135,8 +136,29 @@ def _outside(weights: ExpertWeights) -> tuple[Any, ...]:
     return weights.gate_up_bias, weights.down_bias, weights.output_norm
 
 
+class Frozen:
+    """Says once a model, when it is to be trained, that its stored experts will not be."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def say(self, stored_as: str) -> None:
+        """Warn, the first time."""
+        if self._said:
+            return
+        self._said = True
+        warnings.warn(
+            f"[train] got a model whose experts are stored ({stored_as}) and are no parameters: they stay as they are,"
+            " everything else trains, and the target_parameters of PEFT match none of them. To train experts too, load"
+            " unquantised weights with AutoModelForCausalLM.from_pretrained and call moestro.accelerate on the model.",
+            stacklevel=3,
+        )
+
+
 class ExpertStore(nn.Module):
     """Keeps one layer's stored experts: moves with the model, and appears in its state dict as in the checkpoint.
+
+    ``.train()`` warns: no gradient reaches them.
 
     Casts (``.to(dtype)``, ``.half()``) leave it as it is: the bytes of a format have no other dtype.
 
@@ -148,6 +170,7 @@ class ExpertStore(nn.Module):
         super().__init__()
         self.stored = stored
         self.residency: Residency | None = None
+        self.frozen = Frozen()
         self.input_format: InputFormat = "float"
         self.tensors = {name: tensors[name] for name in (*stored.gate_up.names, *stored.down.names)}
         self._build()
@@ -198,6 +221,12 @@ class ExpertStore(nn.Module):
             known = ExpertWeights(*stored, projections.activation, norm, self.input_format)
             self._weights = known
         return known
+
+    def train(self, mode: bool = True) -> ExpertStore:
+        """As every module; warns once a model that experts are not trained."""
+        if mode:
+            self.frozen.say(self.format)
+        return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStore:
         for name, tensor in self.tensors.items():

@@ -14,11 +14,12 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from moestro.checkpoint import open_checkpoint
 from moestro.errors import MoestroError, invalid_input
-from moestro.hf.accelerate import Served, accelerate, adapter_of, find, served
-from moestro.hf.load import load
+from moestro.hf.loading import load
 from moestro.hf.places import explained, find_device, find_model, fitting, out_of_memory, read_config
 from moestro.hf.quantization import MoestroConfig
+from moestro.hf.serving import Served, accelerate, adapter_of, find, served
 from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -110,7 +111,8 @@ def find_text_model(model: str | Path | None = None) -> TextSource:
         UnsupportedError: a dense model, or one with expert layers that cannot be served.
     """
     source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
-    config = read_config(source, OPERATION)
+    stored = open_checkpoint(Path(source)) if any(Path(source).glob("*.safetensors")) else None
+    config = read_config(source, OPERATION, stored)
     skeleton = _refuse_early(source, config)
     return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
 

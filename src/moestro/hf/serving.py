@@ -39,6 +39,14 @@ INTERFACE = Adapter(
 _ADAPTERS = {**ADAPTERS, FP8.module: FP8, MXFP4.module: MXFP4}
 
 _SHARED = re.compile(r"SharedExperts?(MLP)?$")
+_EXPERTS = re.compile(r"experts?$", re.IGNORECASE)
+_ROUTER = re.compile(r"(gate|router|switch|gating)$")
+_RUNS = "Nothing was changed; the model runs as before."
+_ELSEWHERE = (
+    "Load the checkpoint with Transformers' own class of the architecture (without trust_remote_code), which stacks its"
+    " experts; or write an adapter, as docs/how-to/add-an-architecture.md shows. Nothing was changed; the model runs as"
+    " before."
+)
 _ROUTED = re.compile(r"(Experts|MoE|Moe|SparseMLP|MoeBlock|MoEBlock|MoELayer)$")
 
 
@@ -90,7 +98,8 @@ def accelerate(
 
     Raises:
         InvalidInputError: an unknown strategy or input_format, or projections that are neither True nor False.
-        UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer. An
+        UnsupportedError: a dense model, or one with an expert layer that cannot be served or with experts in a list of
+            modules; it names the layer. An
             input_format of int8 where experts are not stored as integers. Projections where no linear module has
             16 bits.
     """
@@ -155,6 +164,7 @@ def find(model: nn.Module) -> list[Found]:
         Found(path, module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)
     ]
     if not found:
+        _check_lists(model)
         raise unsupported(
             "accelerate",
             got=f"{type(model).__name__}, a dense model: no layer of it routes tokens to experts",
@@ -206,8 +216,25 @@ def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
         elif name in LEFT and _of_transformers(module):
             taken.append(path)
         elif name in REFUSED or (routes(name) and not _above(path, adapters)):
-            reason = REFUSED.get(name, "moestro has no adapter for it, and Transformers' experts interface misses it")
-            raise _refusal(model, path, name, reason)
+            if name in REFUSED:
+                raise _refusal(model, path, name, REFUSED[name])
+            reason = "moestro has no adapter for it, and Transformers' experts interface misses it"
+            raise _refusal(model, path, name, reason, _ELSEWHERE)
+
+
+def _check_lists(model: nn.Module) -> None:
+    """Refuse a model that has experts after all, in lists of modules whose classes nothing here knows."""
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        above, _, name = path.rpartition(".")
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        routed = _EXPERTS.search(name) or any(_ROUTER.match(beside) for beside, _ in modules[above].named_children())
+        each = list(module.children())
+        kinds = {type(expert) for expert in each}
+        if routed and len(each) > 1 and len(kinds) == 1 and sum(p.dim() == 2 for p in each[0].parameters()) > 1:
+            reason = f"experts as {len(each)} modules of {type(each[0]).__name__}, which moestro does not recognise"
+            raise _refusal(model, path, type(module).__name__, reason, _ELSEWHERE)
 
 
 def stored_in(module: nn.Module) -> ExpertStore | None:
@@ -247,12 +274,12 @@ def _refusing(model: nn.Module, path: str, module: nn.Module) -> Iterator[None]:
         raise _refusal(model, path, type(module).__name__, reason) from error
 
 
-def _refusal(model: nn.Module, path: str, name: str, reason: str) -> UnsupportedError:
+def _refusal(model: nn.Module, path: str, name: str, reason: str, fix: str = _RUNS) -> UnsupportedError:
     return unsupported(
         "accelerate",
         got=f"{type(model).__name__}, whose {path or 'root'} is a {name}: {reason}",
         needs="expert layers that can all be served",
-        fix="Nothing was changed; the model runs as before.",
+        fix=fix,
     )
 
 

@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from moestro.checkpoint import open_checkpoint
+from moestro.checkpoint.scheme import METHOD
 from moestro.errors import invalid_input
 from moestro.hf.places import explained, find_device, find_model, fitting, read_config
-from moestro.hf.quantization import METHOD, MoestroConfig
+from moestro.hf.quantization import MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
 from moestro.types import InputFormat
 
@@ -61,9 +62,9 @@ def load(
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
-    if Path(source).is_dir():
-        open_checkpoint(Path(source))  # damage is found here, before Transformers looks at the files
-    config = read_config(source, OPERATION)
+    local = Path(source).is_dir()
+    found = open_checkpoint(Path(source)) if local else None  # damage is found before Transformers looks at the files
+    config = read_config(source, OPERATION, found)
     quantization = take_quantization(config)
     own = _with_kept(wanted, quantization)
     own.source, own.complete = quantization, True
