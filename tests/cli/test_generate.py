@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 from typer.testing import CliRunner, Result
 
 import moestro
@@ -63,7 +66,7 @@ def test_text_on_stdout_and_the_rest_on_stderr(model_folder: Path) -> None:
     assert re.fullmatch(r"prompt \d+ tokens, [\d.]+ tokens/s; generated 20 tokens, [\d.]+ tokens/s", first)
     assert second == (
         f"{model_folder}: 2 expert layers served; prompt by {ENGINE} (grouped), "
-        f"generation by {ENGINE} (selective); float32"
+        f"generation by {ENGINE} (selective); float32; experts float32, memory-mapped"
     )
 
 
@@ -110,7 +113,6 @@ def test_a_format_is_said(model_folder: Path, tmp_path: Path) -> None:
     found = as_json(*options, "--format", "int8")
     assert found["stored_experts"] == ["int8, in memory"]
     assert run(*options, "--format", "int8").stderr.endswith("; float32; experts int8, in memory\n")
-    assert as_json(*options)["stored_experts"] == []
     moestro.load(model_folder, format="int8").save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
     saved = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20")
@@ -142,10 +144,27 @@ def test_projections_by_the_engine(model_folder: Path) -> None:
     refused(run(*options[:-1], "float32", "--projections", "--format", "int8"), "linear modules have float32")
 
 
-def test_experts_beyond_half_of_the_free_memory_are_mapped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moestro.hf.text_model.available_bytes", lambda: 1000)
-    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+@pytest.mark.parametrize("options", [(), ("--dtype", "float32")])
+def test_experts_are_mapped(model_folder: Path, options: tuple[str, ...]) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20", *options)
     assert found["stored_experts"] == ["float32, memory-mapped"]
+    assert found["text"] == expected_text(model_folder, 20)
+
+
+def test_another_dtype_is_read_where_memory_holds_it(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "2", "--dtype", "bfloat16")
+    assert as_json(*options)["stored_experts"] == []
+    monkeypatch.setattr("moestro.hf.text_model.available_bytes", lambda: 1000)
+    assert as_json(*options)["stored_experts"] == ["float32, memory-mapped"]
+
+
+def test_a_checkpoint_without_safetensors_is_read(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    found = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20")
+    assert found["stored_experts"] == []
     assert found["text"] == expected_text(model_folder, 20)
 
 
@@ -200,9 +219,9 @@ def test_chat_uses_the_template(model_folder: Path, tmp_path: Path) -> None:
         ("empty", "holds no config.json"),
         ("no tokenizer", "without a tokenizer"),
         ("no weights", "needs readable weights"),
-        ("cut", "needs readable weights"),
-        ("missing weight", "1 weights missing, such as model.norm.weight"),
-        ("other shapes", "of other shapes than its configuration says"),
+        ("cut", "bytes that are missing"),
+        ("missing weight", "without a tensor for model.norm.weight"),
+        ("other shapes", "as the model's configuration says"),
         ("dense", "Qwen3ForCausalLM, a dense model"),
         ("image", "needs a causal language model"),
         ("unknown", "no_such_architecture"),
@@ -313,12 +332,29 @@ def test_refused_before_the_weights_are_read(
     assert run(PROMPT, "--model", str(model_folder), *options).exit_code == 2
 
 
-def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Not enough space"),
+    ],
+)
+def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: object, **options: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        raise error
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    refused(run(PROMPT, "--model", str(model_folder)), "for which the memory does not suffice")
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "from_pretrained", fail)
+    options = (PROMPT, "--model", str(model_folder))
+    for given, advice in {
+        (): "Choose a 16-bit dtype, experts of fewer bits (--format mxfp4, in Python",
+        ("--dtype", "bfloat16"): "Choose experts of fewer bits (--format mxfp4, in Python",
+        ("--dtype", "bfloat16", "--format", "int8"): "Choose a smaller model.",
+    }.items():
+        result = run(*options, *given)
+        refused(result, "for which the memory does not suffice")
+        assert advice in result.stderr
 
 
 def test_overlapping_watchers_leave_nothing_behind() -> None:
