@@ -45,6 +45,13 @@ def find_model(name: str | Path, operation: str) -> str:
         folder = Path(name)
     if (folder / "config.json").is_file():
         return str(folder)
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        raise invalid_input(
+            operation,
+            got=f"{name}, in llama.cpp's GGUF format",
+            needs="a folder with config.json and safetensors files",
+            fix="Name the checkpoint that it was made from; `moestro quantize` and --format make it as small.",
+        )
     if folder.exists():
         raise invalid_input(
             operation,
