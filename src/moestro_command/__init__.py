@@ -1,4 +1,4 @@
-"""What the `moestro` script runs. It lies beside the package, whose import takes the first second: Ctrl-C works then."""
+"""What the `moestro` script runs: beside the package, whose import alone takes a second, so that Ctrl-C works then."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -241,7 +241,10 @@ def test_a_model_that_cannot_run(broken: Callable[[str], str], fault: str, says:
         (["--temperature", "0.5"], "temperature without do_sample"),
         (["--no-do-sample", "--top-k", "5"], "top_k without do_sample"),
         (["--seed", "5"], "seed without do_sample"),
-        (["--do-sample", "--temperature", "0"], "temperature=0.0; needs above 0"),
+        (["--do-sample", "--temperature", "0"], "temperature=0.0; needs at least 1e-06 with do_sample"),
+        (["--do-sample", "--temperature", "1e-40"], "temperature=1e-40; needs at least 1e-06"),
+        (["--temperature", "-1"], "temperature=-1.0; needs at least 1e-06, or 0 for greedy"),
+        (["--temperature", "0", "--top-k", "5"], "Add do_sample=True (--do-sample), or drop top_k."),
         (["--do-sample", "--top-p", "1.5"], "top_p=1.5"),
         (["--do-sample", "--top-p", "nan"], "top_p=nan"),
         (["--do-sample", "--min-p", "-1"], "min_p=-1.0"),
@@ -260,13 +263,45 @@ def test_an_option_that_cannot_be(model_folder: Path, options: list[str], says: 
     refused(run(PROMPT, "--model", str(model_folder), *options), says)
 
 
+def test_temperature_0_is_greedy(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    settings = {"do_sample": True, "temperature": 2.0, "top_k": 40, "eos_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    found = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20", "--temperature", "0")
+    assert found["text"] == expected_text(model_folder, 20)
+
+
+def test_logits_that_are_not_finite(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refused(run(PROMPT, "--model", str(tmp_path), "--do-sample", "--json"), "logits of")
+
+
+def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "model-q4.gguf"
+    path.write_bytes(b"GGUF")
+    for name in (path, tmp_path):
+        refused(run(PROMPT, "--model", str(name)), f"{name}, in llama.cpp's GGUF format")
+
+
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_an_empty_prompt(prompt: str) -> None:
     refused(run(prompt, "--model", "nowhere/at-all"), "an empty prompt")
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("mxfp4", "multiple of 32"), ("int3", "mxfp4"), ("nf4", "[find_format] got ")]
+    ("name", "says"),
+    [
+        ("mxfp4", "multiple of 32"),
+        ("int3", "mxfp4"),
+        ("nf4", "[find_format] got "),
+        ("int4", "int4-g128"),
+        ("fp8", ". Perhaps fp8-e4m3"),
+        ("MXFP4", ". Perhaps mxfp4"),
+    ],
 )
 def test_a_format_that_cannot_be(model_folder: Path, name: str, says: str) -> None:
     refused(run(PROMPT, "--model", str(model_folder), "--format", name), says)

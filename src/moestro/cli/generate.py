@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[
-        str, typer.Argument(help="The text to continue, - to read it; with --chat the message to answer.")
-    ],
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or - to read it; with --chat to answer.")],
     model: Annotated[
         str | None, typer.Option(help="A local folder or a hub id.", show_default="the bundled model")
     ] = None,

@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 class OutputError(Exception):
-    """A stream of the command cannot be written. No OSError, which libraries on the way would take for one of theirs."""
+    """A stream cannot be written. It is no OSError, which libraries on the way would take for one of theirs."""
 
 
 class Output(io.TextIOWrapper):
@@ -44,7 +44,7 @@ def run(command: Callable[[], Any]) -> int:
     are replaced.
     """
     try:
-        sys.stderr = _guarded(sys.stderr) if sys.stderr is not None else open(os.devnull, "w")
+        sys.stderr = _guarded(sys.stderr) if sys.stderr is not None else io.StringIO()
         if sys.stdout is None:
             return _refuse("a closed standard output")
         sys.stdout = _guarded(sys.stdout)
