@@ -5,6 +5,6 @@
 namespace moestro {
 
 // Adds top-k, routers and grouping to the module.
-void register_routing(nanobind::module_& m);
+void bind_routing(nanobind::module_& m);
 
 }  // namespace moestro

@@ -75,16 +75,7 @@ template <Element E> static void eight(const FourRows* asked, const float* const
 
 // As four_rows, for eight, out[t][i] with eight values a token; of at least one column.
 static void eight_rows(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) {
-    switch (two->element) {
-        case Element::f32: return eight<Element::f32>(two, x, m, out, scratch);
-        case Element::f16: return eight<Element::f16>(two, x, m, out, scratch);
-        case Element::bf16: return eight<Element::bf16>(two, x, m, out, scratch);
-        case Element::e4m3: return eight<Element::e4m3>(two, x, m, out, scratch);
-        case Element::i8: return eight<Element::i8>(two, x, m, out, scratch);
-        case Element::e2m1: return eight<Element::e2m1>(two, x, m, out, scratch);
-        case Element::i4: return eight<Element::i4>(two, x, m, out, scratch);
-        case Element::u4: return eight<Element::u4>(two, x, m, out, scratch);
-    }
+    moestro::with_element(two->element, [&](auto e) { eight<decltype(e)::value>(two, x, m, out, scratch); });
 }
 
 }  // namespace MOESTRO_ISA

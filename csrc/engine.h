@@ -2,15 +2,17 @@
 #pragma once
 
 #include <cstdint>
-#include <cstddef>
+
+#include "elements.h"
+#include "processor.h"
 
 namespace moestro {
 
-enum class Element : int { f32, f16, bf16, e4m3, i8, e2m1, i4, u4 };
-enum class Scale : int { none, f32, f16, bf16, e8m0, e4m3 };
-enum class Kind : int { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh, identity };
-
-constexpr bool is_nibble(Element e) { return e == Element::e2m1 || e == Element::i4 || e == Element::u4; }
+constexpr int64_t kTokenBlock = 96;  // the most at once: so many rows of 2048 floats fill half of an L2 cache
+constexpr int64_t kMostSlots = 256;  // of a token
+constexpr int64_t kMostExperts = 1 << 20;
+constexpr int64_t kMostInt8Columns = 1 << 17;  // so many products of two signed bytes cannot leave 32 bits
+constexpr int kMostThreads = 1 << 16;
 
 // A float32, float16 or bfloat16 tensor of which only the last dimension is known to be contiguous.
 struct FloatArray {
@@ -27,8 +29,8 @@ struct Matrix {
     const float* global_scale = nullptr;
 };
 
-// E experts of one projection. Strides are bytes. Either stacked (`base` and `step`), or apart: `table` then holds
-// E * num_blocks matrices of rows / num_blocks rows each, null where an expert is not used.
+// E experts of one projection. Strides are bytes. Either stacked (`base` and `step`), or unstacked: `table` then holds
+// E * num_blocks matrices of rows / num_blocks rows each, and `listed` says of each expert whether it has any.
 struct Projection {
     Element element = Element::f32;
     Scale scale = Scale::none;
@@ -39,18 +41,11 @@ struct Projection {
     int64_t step[4] = {0, 0, 0, 0};  // from one expert to the next: data, scales, zeros, global scale
     int64_t num_blocks = 1;
     const Matrix* table = nullptr;
+    const uint8_t* listed = nullptr;
 
-    int64_t row_bytes() const {
-        switch (element) {
-            case Element::f32: return columns * 4;
-            case Element::f16:
-            case Element::bf16: return columns * 2;
-            case Element::e4m3:
-            case Element::i8: return columns;
-            default: return columns / 2;
-        }
-    }
-    int64_t scale_size() const { return scale == Scale::none ? 0 : scale == Scale::f32 ? 4 : scale == Scale::f16 || scale == Scale::bf16 ? 2 : 1; }
+    int64_t row_bytes() const { return bytes_of(element, columns); }
+    int64_t scale_size() const { return bytes_of(scale); }
+    bool has(int64_t expert) const { return !table || !listed || listed[expert]; }
     int64_t num_groups() const { return group_columns ? (columns + group_columns - 1) / group_columns : 1; }
 
     Matrix matrix(int64_t expert, int64_t block) const {
@@ -82,7 +77,7 @@ struct Activation {
 struct Call {
     int64_t num_tokens = 0, top_k = 0, num_experts = 0, hidden_size = 0, intermediate_size = 0;
     FloatArray x;
-    const void* expert_ids = nullptr;  // contiguous [T, K]
+    const void* expert_ids = nullptr;  // contiguous [T, K]; one outside [0, E) is an empty slot
     bool ids_are_64_bit = true;
     const float* routing_weights = nullptr;  // contiguous [T, K]
     bool weight_on_input = false;
@@ -91,16 +86,16 @@ struct Call {
     Activation activation;
     void* out = nullptr;  // contiguous [T, H]
     Element out_dtype = Element::f32;
-    bool rounded = false;      // rows are rounded to 8 bits before each product
+    bool int8_input = false;   // rows are quantized to int8 before each product
     bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
     bool same_bits = false;    // a token's bits do not depend on how many there are
-    int64_t token_block = 96;  // token rows that meet a range of weights before the next ones
+    int64_t token_block = kTokenBlock;  // token rows that meet a range of weights before the next ones
     int64_t pieces = 0;        // that each projection of an expert is cut into, for the threads; 0: by its cost
     int num_threads = 1;
 };
 
-// One projection by itself: out[t] = W x[t] + bias, W of one expert.
-struct ProjectionCall {
+// One matrix by itself: out[t] = W x[t] + bias.
+struct LinearCall {
     int64_t num_tokens = 0;
     FloatArray x, bias;
     Projection weights;
@@ -119,7 +114,8 @@ struct FourRows {
     const uint8_t* zeros[4];
     float global_scale[4];
     const uint8_t* next[4];  // rows of as many columns that will be read soon; the first is null without
-    bool scale_sums = false;      // of few tokens: faster, and other bits than with many
+    bool group_scaled = false;    // scales multiply the sums of their groups: faster for few tokens, and other bits
+    bool decoded = false;         // weights are decoded once for all tokens, and not in registers
 };
 
 // Two times up to 16 rows of weights: of bfloat16 each with its own distance between rows, in bytes; packed ones one by one,
@@ -143,8 +139,6 @@ struct TileRows {
 // An instruction set that multiplies tiles: up to 16 tokens stand together, their columns in pairs, as the words
 // [block of 32 columns][pair][token]. Columns that meet nibbles are in the order of amx_panels.h.
 struct TileOps {
-    // Rows of tokens that an expert must have for tiles to be faster than what the set has for rows, or for pairs of them.
-    int64_t (*fewest_rows)(const Projection& weights, bool pairs);
     void (*begin)();  // on each thread, before products and after them
     void (*end)();
     // `rows` are 16 tokens of bfloat16, null for none; from `width` on there are none.
@@ -160,68 +154,63 @@ constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256
 // Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
 constexpr int64_t tile_scratch_bytes(int64_t columns) { return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64); }
 
-// 32 rows of weights at once, for more than kFewTokens tokens; results are those of RoundedOps, bit by bit.
-struct ManyOps {
+// 32 rows of weights at once, for many tokens; results are those of Int8Ops, bit by bit.
+struct Int8TileOps {
     int64_t (*packed_bytes)(Element weights, int64_t columns, int64_t group_columns, int64_t m);
-    // Rows that round_row made, 16 tokens together as products with many rows take them.
+    // Rows that quantize_row made, 16 tokens together as products with many rows take them.
     void (*pack)(Element weights, int64_t columns, int64_t group_columns, const float* const* x, int64_t m, uint8_t* to);
     // out[t][i] for eight times four rows. `scratch` has `scratch_floats(columns)`.
     void (*rows)(const FourRows* eight, const uint8_t* packed, int64_t m, float* out, float* scratch);
     int64_t (*scratch_floats)(int64_t columns);
 };
-constexpr int kManyRows = 32;
-constexpr int64_t kFewTokens = 4;
+constexpr int kInt8TileRows = 32;
 
 // Rows of 8-bit integers, each with one scale (docs/reference/expert_weights.md), and their products with weights that are
 // integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the weights.
-struct RoundedOps {
+struct Int8Ops {
     int64_t (*row_floats)(Element weights, int64_t columns);
     // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay floats.
-    bool (*round_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
+    bool (*quantize_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
     // As Isa::four_rows; `scratch` has `scratch_floats(columns)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
     int64_t (*scratch_floats)(int64_t columns);
-    const ManyOps* many = nullptr;
+    const Int8TileOps* tiles = nullptr;
 };
-constexpr int64_t kMostRoundedColumns = 1 << 17;  // so many products of two signed bytes cannot leave 32 bits
-
 // What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
 // which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.
 struct Isa {
-    const char* name;
-    const char* needs;  // what a processor must have
-    bool (*runs_here)();
-    int lanes;
-    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`.
-    void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
-    int64_t few;  // rows of tokens up to which it decodes weights in registers
+    const char* name = nullptr;
+    Features needs = 0;
+    int lanes = 0;
+    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`. Null where rows
+    // of floats are not multiplied.
+    void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
+    int64_t direct_tokens = 0;  // tokens up to which it decodes weights in registers
     // to[i] = factor * from[i] for n elements of a dtype.
-    void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to);
+    void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to) = nullptr;
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.
-    void (*activate)(const Activation& activation, int64_t n, float* gate, const float* up);
+    void (*activate)(const Activation& activation, int64_t n, float* gate, const float* up) = nullptr;
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
-    void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype);
-    const TileOps* tiles;  // null, or what replaces four_rows where it pays; then x is bfloat16, and both projections are or are packed
-    const RoundedOps* rounded = nullptr;  // null where it has none; four_rows is null where it has nothing else
-    const RoundedOps* pairs = nullptr;    // for few rows of 16 bits and weights that are integers: pairs of rows of 8
-    // As four_rows, out[t][0..8) of two times four rows: faster for kManyTokens tokens and more. Null where it is not.
+    void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out, Element dtype) = nullptr;
+    // As four_rows, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
-};
+    const TileOps* tiles = nullptr;          // null, or what multiplies tiles of bfloat16; then x is bfloat16
+    const Int8Ops* int8 = nullptr;           // for rows of int8
+    const Int8Ops* int8_residual = nullptr;  // for rows of 16 bits and weights that are integers: two rows of int8 for each
 
-constexpr int64_t kManyTokens = 7;
-constexpr int64_t kTokenBlock = 96;  // the most at once: so many rows of 2048 floats fill half of an L2 cache
+    bool runs_here() const { return lacking(needs) == 0; }
+};
 
 // `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each output.
 constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) { return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m); }
-
-constexpr int64_t kMostSlots = 256;  // of a token
 
 // Best first.
 extern const Isa* const kIsas[];
 extern const int kNumIsas;
 
-// Computes `call` with `isa`. Ids must be in -1 .. num_experts - 1, top_k at most kMostSlots.
+// Computes `call` with `isa`. top_k is at most kMostSlots.
+// Throws std::invalid_argument, and has written nothing, where an id names an expert that no table lists.
 void expert_mlp(const Isa& isa, const Call& call);
-void project(const Isa& isa, const ProjectionCall& call);
+void linear(const Isa& isa, const LinearCall& call);
 
 }  // namespace moestro

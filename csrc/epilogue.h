@@ -105,4 +105,17 @@ static void combine(const float* const* rows, const float* weights, int64_t num_
     }
 }
 
+// What every set that is compiled from these files has.
+constexpr moestro::Isa basic_isa(const char* name, moestro::Features needs) {
+    moestro::Isa isa;
+    isa.name = name;
+    isa.needs = needs;
+    isa.lanes = W;
+    isa.direct_tokens = kDirectTokens;
+    isa.widen = widen;
+    isa.activate = activate;
+    isa.combine = combine;
+    return isa;
+}
+
 }  // namespace MOESTRO_ISA

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "counting_sort.h"
 #include "routing.h"
 #include "team.h"
 
@@ -14,79 +15,10 @@ namespace {
 constexpr int64_t kWorthThreads = 1 << 16;
 
 // The slots of a thread, and how many of them each expert has; empty ones count for expert E.
-template <class Id> struct Part {
+struct Part {
     int64_t start, stop;
     std::vector<int64_t> next;  // at first counts, then the row that an expert's next slot takes
-
-    bool count(const void* ids, int64_t num_experts) {
-        for (int64_t i = start; i < stop; ++i) {
-            const Id id = value_at<Id>(ids, i);
-            if (id < -1 || id >= num_experts) return false;
-            ++next[id < 0 ? num_experts : id];
-        }
-        return true;
-    }
 };
-
-template <class Id> bool group_of(const Slots& s, const Grouped& to, int num_threads) {
-    const int64_t count = s.count(), experts = s.num_experts;
-    const int64_t most = count < kWorthThreads ? 1 : std::max<int64_t>(1, std::min<int64_t>(num_threads, count / (experts + 1)));
-    std::vector<Part<Id>> parts(static_cast<size_t>(most));
-    for (int64_t p = 0; p < most; ++p) parts[p] = {count * p / most, count * (p + 1) / most, std::vector<int64_t>(static_cast<size_t>(experts) + 1)};
-    std::vector<char> good(static_cast<size_t>(most), 0);
-    // A team may be smaller than was asked for; the parts are as many as they are.
-    run_team(static_cast<int>(most), [&](int thread, int threads) {
-        for (int64_t p = thread; p < most; p += threads) good[p] = parts[p].count(s.ids, experts);
-    });
-    if (std::count(good.begin(), good.end(), 0)) return false;
-    int64_t row = 0;
-    for (int64_t e = 0; e <= experts; ++e) {
-        to.offsets[e] = row;
-        for (auto& part : parts) {
-            const int64_t own = part.next[e];
-            part.next[e] = row;
-            row += own;
-        }
-    }
-    run_team(static_cast<int>(most), [&](int thread, int threads) {
-        for (int64_t p = thread; p < most; p += threads) {
-            Part<Id>& part = parts[p];
-            int64_t token = s.top_k ? part.start / s.top_k : 0, slot = s.top_k ? part.start % s.top_k : 0;
-            for (int64_t i = part.start; i < part.stop; ++i) {
-                const Id id = value_at<Id>(s.ids, i);
-                const int64_t own = part.next[id < 0 ? experts : id]++;
-                to.token_ids[own] = token;
-                to.slots[own] = slot;
-                to.inverse[i] = own;
-                if (++slot == s.top_k) slot = 0, ++token;
-            }
-        }
-    });
-    return true;
-}
-
-template <class Id> bool schedule_of(const Slots& s, const Schedule& to) {
-    const int64_t count = s.count(), experts = s.num_experts, size = to.block_size;
-    Part<Id> all{0, count, std::vector<int64_t>(static_cast<size_t>(experts) + 1)};
-    if (!all.count(s.ids, experts)) return false;
-    std::copy_n(all.next.begin(), experts, to.counts);
-    int64_t block = 0;
-    for (int64_t e = 0; e < experts; ++e) {
-        const int64_t own = (to.counts[e] + size - 1) / size;
-        if (own > to.num_blocks - block) return false;
-        all.next[e] = block * size;
-        std::fill_n(to.block_experts + block, own, e);
-        block += own;
-    }
-    std::fill(to.block_experts + block, to.block_experts + to.num_blocks, -1);
-    std::fill_n(to.pair_ids, to.num_blocks * size, -1);
-    for (int64_t i = 0; i < count; ++i) {
-        const Id id = value_at<Id>(s.ids, i);
-        to.scatter_index[i] = id < 0 ? -1 : all.next[id]++;
-        if (id >= 0) to.pair_ids[to.scatter_index[i]] = i;
-    }
-    return true;
-}
 
 template <class Id> bool fits_of(const Slots& s, const void* weights) {
     bool good = true;
@@ -101,11 +33,70 @@ template <class Id> bool fits_of(const Slots& s, const void* weights) {
 }  // namespace
 
 bool group(const Slots& slots, const Grouped& to, int num_threads) {
-    return slots.are_64_bit ? group_of<int64_t>(slots, to, num_threads) : group_of<int32_t>(slots, to, num_threads);
+    const int64_t count = slots.count(), experts = slots.num_experts;
+    const int64_t worth = std::min<int64_t>(num_threads, count / (experts + 1));
+    const int64_t most = count < kWorthThreads ? 1 : std::max<int64_t>(1, worth);
+    ExpertIds ids(count, experts);
+    std::vector<Part> parts(static_cast<size_t>(most));
+    const auto bins = static_cast<size_t>(experts) + 1;
+    for (int64_t p = 0; p < most; ++p)
+        parts[p] = {count * p / most, count * (p + 1) / most, std::vector<int64_t>(bins)};
+    std::vector<char> good(static_cast<size_t>(most), 0);
+    // A team may be smaller than was asked for; the parts are as many as they are.
+    run_team(static_cast<int>(most), [&](int thread, int threads) {
+        for (int64_t p = thread; p < most; p += threads) {
+            Part& part = parts[p];
+            good[p] = ids.read(slots.ids, slots.are_64_bit, part.start, part.stop);
+            ids.add_to(part.next.data(), part.start, part.stop);
+        }
+    });
+    int64_t row = 0;
+    for (int64_t e = 0; e <= experts; ++e) {
+        to.offsets[e] = row;
+        for (auto& part : parts) {
+            const int64_t own = part.next[e];
+            part.next[e] = row;
+            row += own;
+        }
+    }
+    run_team(static_cast<int>(most), [&](int thread, int threads) {
+        for (int64_t p = thread; p < most; p += threads) {
+            Part& part = parts[p];
+            int64_t token = slots.top_k ? part.start / slots.top_k : 0, slot = slots.top_k ? part.start % slots.top_k : 0;
+            for (int64_t i = part.start; i < part.stop; ++i) {
+                const int64_t own = part.next[ids.bin(i)]++;
+                to.token_ids[own] = token;
+                to.slots[own] = slot;
+                to.inverse[i] = own;
+                if (++slot == slots.top_k) slot = 0, ++token;
+            }
+        }
+    });
+    return std::count(good.begin(), good.end(), 0) == 0;
 }
 
 bool schedule(const Slots& slots, const Schedule& to) {
-    return slots.are_64_bit ? schedule_of<int64_t>(slots, to) : schedule_of<int32_t>(slots, to);
+    const int64_t count = slots.count(), experts = slots.num_experts, size = to.block_size;
+    ExpertIds ids(count, experts);
+    const bool good = ids.read(slots.ids, slots.are_64_bit, 0, count);
+    std::vector<int64_t> next(static_cast<size_t>(experts) + 1);
+    ids.add_to(next.data(), 0, count);
+    std::copy_n(next.begin(), experts, to.counts);
+    int64_t block = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+        const int64_t own = (to.counts[e] + size - 1) / size;
+        if (own > to.num_blocks - block) return false;
+        next[e] = block * size;
+        std::fill_n(to.block_experts + block, own, e);
+        block += own;
+    }
+    std::fill(to.block_experts + block, to.block_experts + to.num_blocks, -1);
+    std::fill_n(to.pair_ids, to.num_blocks * size, -1);
+    for (int64_t i = 0; i < count; ++i) {
+        to.scatter_index[i] = ids[i] < 0 ? -1 : next[ids[i]]++;
+        if (ids[i] >= 0) to.pair_ids[to.scatter_index[i]] = i;
+    }
+    return good;
 }
 
 bool fits(const Slots& slots, const void* weights) {

@@ -23,7 +23,7 @@ constexpr int64_t padded_columns(Element e, int64_t columns) { return round_up(c
 constexpr int parts_of(int64_t group_columns) { return group_columns == 16 ? 2 : 1; }
 constexpr int offset_of(Element e) { return e == Element::i4 ? 8 : e == Element::e2m1 ? 12 : 1; }  // u4: times a zero point
 
-static int64_t rounded_floats(Element e, int64_t columns) {
+static int64_t int8_row_floats(Element e, int64_t columns) {
     const int64_t padded = padded_columns(e, columns);
     return (kHeadBytes + padded + (moestro::is_nibble(e) ? padded / 32 * 2 * 4 : 0)) / 4;
 }
@@ -76,8 +76,8 @@ static float scale_of(const float* from, int64_t n) {
     return sum != sum ? sum : largest(most) / 127.0f;
 }
 
-// `from` has `columns` floats, `to` room for rounded_floats; weights that share a scale have `group_columns`.
-static bool round_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
+// `from` has `columns` floats, `to` room for int8_row_floats; weights that share a scale have `group_columns`.
+static bool quantize_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
     const int64_t padded = padded_columns(weights, columns), block = moestro::is_nibble(weights) ? kUnits : kVectorBytes;
     auto* bytes = reinterpret_cast<int8_t*>(to) + kHeadBytes;
     auto* sums = reinterpret_cast<int32_t*>(bytes + padded);
@@ -403,7 +403,7 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
     }
 }
 
-template <Element E> static void run_rounded(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+template <Element E> static void run_int8(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t n = rows.group_columns ? (rows.columns + rows.group_columns - 1) / rows.group_columns : 1;
     const int64_t room = round_up(n, W) + 2 * W;
     const float factor = E == Element::e2m1 ? 0.5f : 1.0f;  // codes are of twice the value
@@ -436,20 +436,20 @@ template <Element E> static void run_rounded(const FourRows& rows, const float* 
     }
 }
 
-static void rounded_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+static void int8_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     switch (rows.element) {
-        case Element::i8: return run_rounded<Element::i8>(rows, x, m, out, scratch);
-        case Element::e2m1: return run_rounded<Element::e2m1>(rows, x, m, out, scratch);
-        case Element::i4: return run_rounded<Element::i4>(rows, x, m, out, scratch);
-        default: return run_rounded<Element::u4>(rows, x, m, out, scratch);
+        case Element::i8: return run_int8<Element::i8>(rows, x, m, out, scratch);
+        case Element::e2m1: return run_int8<Element::e2m1>(rows, x, m, out, scratch);
+        case Element::i4: return run_int8<Element::i4>(rows, x, m, out, scratch);
+        default: return run_int8<Element::u4>(rows, x, m, out, scratch);
     }
 }
 
-static int64_t rounded_scratch(int64_t columns) {
+static int64_t int8_scratch(int64_t columns) {
     const int64_t padded = round_up(columns, kUnits), natural = 2 * kRows * (columns / 16 + 3 * W + 1);
     return natural + 2 * (padded / 16 * kRows) + kRows * (padded + 64) / 4;
 }
 
-static const moestro::RoundedOps kRounded = {rounded_floats, round_row, rounded_rows, rounded_scratch};
+static const moestro::Int8Ops kInt8 = {int8_row_floats, quantize_row, int8_rows, int8_scratch};
 
 }  // namespace MOESTRO_ISA

@@ -19,8 +19,8 @@ constexpr int64_t kBlock = 8 * W;  // columns of a block of nibbles
 // The least power of two that reaches n.
 inline int log2_of(int64_t n) { return n < 2 ? 0 : 64 - __builtin_clzll(static_cast<unsigned long long>(n - 1)); }
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-constexpr int bytes_of(Element e) { return e == Element::f32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1; }
-constexpr bool has_scale(Element e) { return e == Element::e4m3 || e == Element::i8; }
+constexpr int bytes_of(Element e) { return moestro::facts(e).bits / 8; }
+constexpr bool has_byte_scale(Element e) { return moestro::facts(e).bits == 8; }
 
 template <Element E> MOESTRO_INLINE F load_element(const uint8_t* p) {
     if constexpr (E == Element::f32) return load_f32(p);
@@ -93,11 +93,11 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
     for (int64_t start = 0, g = 0; start < columns; start += group, ++g) {
         const int64_t stop = start + group < columns ? start + group : columns;
         F sa = zero(), sb = sa, sc = sa, sd = sa;
-        if constexpr (has_scale(E)) {
+        if constexpr (has_byte_scale(E)) {
             sa = set1(scales[0][g]), sb = set1(scales[1][g]), sc = set1(scales[2][g]), sd = set1(scales[3][g]);
         }
         const auto scaled = [](F w, F s) {
-            if constexpr (has_scale(E)) return w * s;
+            if constexpr (has_byte_scale(E)) return w * s;
             return w;
         };
         int64_t k = start;
@@ -226,9 +226,9 @@ template <Element E, int M> struct Table {
     }
 };
 
-// In few_tokens.h.
+// In group_scaled_dots.h.
 template <Element E>
-static void few_tokens(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out);
+static void group_scaled_dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out);
 
 // Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them at column 0.
 template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t k, int64_t stop, float* partial) {
@@ -328,14 +328,14 @@ template <Element E> static void decode(FourRows& rows, const float* const* scal
 
 // The scales and zero points of four rows, in `scratch`; what is left of it.
 template <Element E> static float* read_groups(const FourRows& asked, const float** scales, const float** zeros, float* scratch) {
-    if constexpr (E > Element::bf16) {
+    if constexpr (moestro::has_scale(E)) {
         const int64_t n = asked.group_columns ? (asked.columns + asked.group_columns - 1) / asked.group_columns : 1;
         const int64_t room = round_up(n + 1, W) + W;
         for (int r = 0; r < kRows; ++r, scratch += room) {
             read_scales(asked.scale, asked.scales[r], n, asked.global_scale[r] * (E == Element::e4m3 ? kE4m3Factor : 1.0f), scratch, room);
             scales[r] = scratch;
         }
-        if constexpr (E == Element::u4) {
+        if constexpr (moestro::has_zeros(E)) {
             for (int r = 0; r < kRows; ++r, scratch += room) {
                 read_zeros(asked.zeros[r], n, scratch, room);
                 zeros[r] = scratch;
@@ -349,35 +349,27 @@ template <Element E> static void run(const FourRows& asked, const float* const* 
     const float* scales[kRows] = {};
     const float* zeros[kRows] = {};
     scratch = read_groups<E>(asked, scales, zeros, scratch);
-    if constexpr (E == Element::f32) {
-        if (m > kRegisterTokens && asked.columns > 2 * kPiece) return blocked_tiles(asked, x, m, out, scratch);
-        tiles<E>(asked, scales, zeros, x, m, out);
-    } else {
-        if constexpr (E > Element::bf16) {
-            if (m <= kDirectTokens && asked.scale_sums) return few_tokens<E>(asked, scales, zeros, x, m, out);
-        }
-        if (m <= kDirectTokens) return tiles<E>(asked, scales, zeros, x, m, out);
-        FourRows rows = asked;
-        decode<E>(rows, scales, zeros, scratch);
-        if (m > kRegisterTokens && rows.columns > 2 * kPiece)
-            return blocked_tiles(rows, x, m, out, scratch + kRows * (round_up(rows.columns, kBlock) + W));
-        tiles<Element::f32>(rows, scales, zeros, x, m, out);
+    if constexpr (moestro::has_scale(E)) {
+        if (asked.group_scaled) return group_scaled_dots<E>(asked, scales, zeros, x, m, out);
     }
+    if constexpr (E != Element::f32) {
+        if (asked.decoded) {
+            FourRows rows = asked;
+            decode<E>(rows, scales, zeros, scratch);
+            if (m > kRegisterTokens && rows.columns > 2 * kPiece)
+                return blocked_tiles(rows, x, m, out, scratch + kRows * (round_up(rows.columns, kBlock) + W));
+            return tiles<Element::f32>(rows, scales, zeros, x, m, out);
+        }
+    } else if (m > kRegisterTokens && asked.columns > 2 * kPiece) {
+        return blocked_tiles(asked, x, m, out, scratch);
+    }
+    tiles<E>(asked, scales, zeros, x, m, out);
 }
 
 static void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    switch (rows.element) {
-        case Element::f32: return run<Element::f32>(rows, x, m, out, scratch);
-        case Element::f16: return run<Element::f16>(rows, x, m, out, scratch);
-        case Element::bf16: return run<Element::bf16>(rows, x, m, out, scratch);
-        case Element::e4m3: return run<Element::e4m3>(rows, x, m, out, scratch);
-        case Element::i8: return run<Element::i8>(rows, x, m, out, scratch);
-        case Element::e2m1: return run<Element::e2m1>(rows, x, m, out, scratch);
-        case Element::i4: return run<Element::i4>(rows, x, m, out, scratch);
-        case Element::u4: return run<Element::u4>(rows, x, m, out, scratch);
-    }
+    moestro::with_element(rows.element, [&](auto e) { run<decltype(e)::value>(rows, x, m, out, scratch); });
 }
 
 }  // namespace MOESTRO_ISA
 
-#include "few_tokens.h"
+#include "group_scaled_dots.h"

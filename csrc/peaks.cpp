@@ -10,10 +10,6 @@
 
 #include "team.h"
 
-#if defined(MOESTRO_AMX)
-#include "tiles_allowed.h"
-#endif
-
 namespace moestro {
 namespace {
 
@@ -47,22 +43,8 @@ void fma_512(int64_t n) { LOOP(n, kHalf, ZMM_START, ZMM_FMA); }
 void fma_256(int64_t n) { LOOP(n, kHalf, YMM_START, YMM_FMA); }
 void vnni_512(int64_t n) { LOOP(n, kBytes, ZMM_START, ZMM_DOT); }
 
-bool has_512() { return __builtin_cpu_supports("avx512f"); }
-bool has_fma() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool has_vnni_512() { return has_512() && __builtin_cpu_supports("avx512vnni"); }
-
-struct Registers {
-    unsigned a, b, c, d;
-};
-Registers cpuid(unsigned leaf, unsigned part) {
-    Registers r{leaf, 0, part, 0};
-    __asm__ volatile("cpuid" : "+a"(r.a), "=b"(r.b), "+c"(r.c), "=d"(r.d));
-    return r;
-}
-
 #if defined(MOESTRO_AVX_VNNI)
 void vnni_256(int64_t n) { LOOP(n, kBytes, YMM_START, YMM_DOT); }
-bool has_vnni_256() { return has_fma() && cpuid(0, 0).a >= 7 && cpuid(7, 0).a >= 1 && (cpuid(7, 1).a >> 4 & 1); }
 #endif
 
 #if defined(MOESTRO_AMX)
@@ -71,10 +53,6 @@ struct alignas(64) Tiles {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-
-bool has_tiles(int bit) { return cpuid(0, 0).a >= 7 && (cpuid(7, 0).d >> 24 & 1) && (cpuid(7, 0).d >> bit & 1) && tiles_allowed(); }
-bool has_amx_bf16() { return has_tiles(22); }
-bool has_amx_int8() { return has_tiles(25); }
 
 // A product takes 16 cycles and its sum is there after 52, so four accumulators keep the unit busy.
 #define TILE_LOOP(product)                                                                                                           \
@@ -116,18 +94,18 @@ double seconds_of(const PeakKernel& kernel, int num_threads, int64_t iterations)
 
 const PeakKernel kPeakKernels[] = {
 #if defined(__x86_64__)
-    {"fma", 14 * 32, has_512, fma_512},
-    {"fma", 14 * 16, has_fma, fma_256},
-    {"vnni", 14 * 128, has_vnni_512, vnni_512},
+    {"fma", 14 * 32, all_of({Feature::avx512f}), fma_512},
+    {"fma", 14 * 16, all_of({Feature::avx2, Feature::fma}), fma_256},
+    {"vnni", 14 * 128, all_of({Feature::avx512f, Feature::avx512_vnni}), vnni_512},
 #if defined(MOESTRO_AVX_VNNI)
-    {"vnni", 14 * 64, has_vnni_256, vnni_256},
+    {"vnni", 14 * 64, all_of({Feature::avx2, Feature::fma, Feature::avx_vnni}), vnni_256},
 #endif
 #if defined(MOESTRO_AMX)
-    {"amx-bf16", 4 * 16 * 16 * 64, has_amx_bf16, amx_bf16},
-    {"amx-int8", 4 * 16 * 16 * 128, has_amx_int8, amx_int8},
+    {"amx-bf16", 4 * 16 * 16 * 64, all_of({Feature::amx_tile, Feature::amx_bf16, Feature::tiles_allowed}), amx_bf16},
+    {"amx-int8", 4 * 16 * 16 * 128, all_of({Feature::amx_tile, Feature::amx_int8, Feature::tiles_allowed}), amx_int8},
 #endif
 #endif
-    {"", 0, [] { return false; }, nullptr}};
+    {"", 0, 0, nullptr}};
 const int kNumPeakKernels = sizeof(kPeakKernels) / sizeof(kPeakKernels[0]) - 1;
 
 double peak_rate(const PeakKernel& kernel, int num_threads, double seconds) {

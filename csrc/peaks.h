@@ -3,13 +3,17 @@
 
 #include <cstdint>
 
+#include "processor.h"
+
 namespace moestro {
 
 struct PeakKernel {
     const char* name;
     double operations;  // of one iteration; a multiply-add counts two
-    bool (*runs_here)();
+    Features needs;
     void (*run)(int64_t iterations);
+
+    bool runs_here() const { return lacking(needs) == 0; }
 };
 
 extern const PeakKernel kPeakKernels[];

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "elements.h"
+
 namespace moestro {
 
 // The i-th value of an array that may lie at any address.
@@ -13,7 +15,7 @@ template <class T> inline T value_at(const void* array, int64_t i) {
     return value;
 }
 
-enum class Real : int { f32, f16, bf16, f64 };
+constexpr int64_t kMostScores = 1 << 16;  // of a row
 
 // Scores [T, E]; columns are contiguous, rows `stride` elements apart.
 struct Scores {
@@ -33,6 +35,8 @@ struct GroupLimit {
 };
 
 enum class Score : int { softmax, sigmoid };
+constexpr const char* kScores[] = {"softmax", "sigmoid"};
+constexpr int kNumScores = 2;
 
 // From logits to a choice of experts and their weights.
 struct Router {
@@ -65,13 +69,13 @@ bool fits(const Slots& slots, const void* weights);
 struct Grouped {
     int64_t *token_ids, *slots, *offsets, *inverse;
 };
-bool group(const Slots& slots, const Grouped& to, int num_threads);  // false if an id is out of range
+bool group(const Slots& slots, const Grouped& to, int num_threads);  // false if an id is out of range, and then an empty slot
 
 // Rows laid into `num_blocks` blocks of `block_size` cells, one expert a block; -1 where there is nothing.
 struct Schedule {
     int64_t num_blocks, block_size;
     int64_t *block_experts, *pair_ids, *scatter_index, *counts;
 };
-bool schedule(const Slots& slots, const Schedule& to);  // false if an id is out of range, or the blocks are too few
+bool schedule(const Slots& slots, const Schedule& to);  // false as `group`, or if the blocks are too few
 
 }  // namespace moestro

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "counting_sort.h"
 #include "engine.h"
 #include "stored_rows.h"
 
@@ -23,7 +24,7 @@ struct Active {
 // Rows in the order of experts, those with most rows first; of one expert in the order of slots.
 struct Rows {
     // An expert takes tiles of tokens if it has `fewest_tiled` rows.
-    Rows(const Call& call, int64_t first_token, int64_t num_tokens, int64_t fewest_tiled);
+    Rows(const Call& call, const ExpertIds& ids, int64_t first_token, int64_t num_tokens, int64_t fewest_tiled);
 
     std::vector<Active> active;
     std::vector<int64_t> token;         // of a row, counted from the first token
@@ -31,6 +32,13 @@ struct Rows {
     std::vector<int64_t> of_slot;       // -1 where a slot is empty
     int64_t num_rows = 0, num_tiles = 0;
     int64_t first_plain = 0;  // row of those that stand in no tile
+
+private:
+    using Chosen = std::vector<std::vector<bool>>;  // [expert][token]
+    void order(std::vector<int64_t>& next, int64_t fewest_tiled);
 };
+
+// The ids of a call. Throws std::invalid_argument where one names an expert that a table does not list.
+ExpertIds read_ids(const Call& call);
 
 }  // namespace moestro

@@ -5,12 +5,12 @@
 #include <cstring>
 
 #include "engine.h"
-#include "places.h"
+#include "row_interleave.h"
 
 namespace moestro {
 
 // The rows `at` of an expert's projection; none come next.
-inline void take_rows(FourRows& found, const Projection& p, int64_t expert, const Place* at) {
+inline void take_rows(FourRows& found, const Projection& p, int64_t expert, const ReadRow* at) {
     found.element = p.element;
     found.scale = p.scale;
     found.columns = p.columns;
@@ -29,10 +29,10 @@ inline void take_rows(FourRows& found, const Projection& p, int64_t expert, cons
     found.next[0] = nullptr;
 }
 inline FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at) {
-    Place places[4] = {};
-    for (int i = 0; i < 4; ++i) places[i].row = at[i];
+    ReadRow rows[4] = {};
+    for (int i = 0; i < 4; ++i) rows[i].row = at[i];
     FourRows found;
-    take_rows(found, p, expert, places);
+    take_rows(found, p, expert, rows);
     return found;
 }
 
@@ -43,7 +43,7 @@ inline const uint8_t* data_of(const Projection& p, int64_t expert, int64_t row) 
 }
 
 // Has the rows say that the rows `at` of an expert's projection come next, and fetches the scales of these.
-inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Place* at) {
+inline void follow(FourRows& rows, const Projection& p, int64_t expert, const ReadRow* at) {
     Matrix m = p.matrix(expert, 0);
     const int64_t scale_bytes = p.group_rows == 1 ? p.num_groups() * p.scale_size() : 0;
     for (int i = 0; i < 4; ++i) {
@@ -54,15 +54,15 @@ inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Pl
     }
 }
 
-// `count` rows from each of two places: `at` and `at + apart`, one in `every` of them.
-inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64_t apart, int64_t every, const int* count) {
+// `count` rows from each of two rows on: `at` and `at + distance`, one in `every` of them.
+inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64_t distance, int64_t every, const int* count) {
     TileRows found;
     found.element = p.element;
     found.scale = p.scale;
     found.columns = p.columns;
     found.group_columns = p.group_columns;
     for (int i = 0; i < 2; ++i) {
-        found.first[i] = data_of(p, expert, at + i * apart);
+        found.first[i] = data_of(p, expert, at + i * distance);
         found.stride[i] = every * p.row_stride;
         found.count[i] = count[i];
     }
@@ -70,7 +70,7 @@ inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64
     for (int i = 0; i < 32; i += 4) {
         const int half = i / 16, last = std::max(count[half], 1) - 1;
         int64_t four[4];
-        for (int j = 0; j < 4; ++j) four[j] = at + half * apart + std::min(i % 16 + j, last) * every;
+        for (int j = 0; j < 4; ++j) four[j] = at + half * distance + std::min(i % 16 + j, last) * every;
         const FourRows rows = rows_of(p, expert, four);
         std::copy(rows.data, rows.data + 4, found.data + i);
         std::copy(rows.scales, rows.scales + 4, found.scales + i);
@@ -80,23 +80,23 @@ inline TileRows tile_rows(const Projection& p, int64_t expert, int64_t at, int64
     return found;
 }
 
-// Has the rows say that those of tile_rows(p, expert, at, apart, every) come next.
-inline void follow(TileRows& rows, const Projection& p, int64_t expert, int64_t at, int64_t apart, int64_t every) {
+// Has the rows say that those of tile_rows(p, expert, at, distance, every) come next.
+inline void follow(TileRows& rows, const Projection& p, int64_t expert, int64_t at, int64_t distance, int64_t every) {
     const bool packed = p.scale != Scale::none;
     for (int i = 0; i < 2; ++i) {
-        rows.next[i] = data_of(p, expert, std::min(at + i * apart, p.rows - 1));
+        rows.next[i] = data_of(p, expert, std::min(at + i * distance, p.rows - 1));
         rows.next_stride[i] = every * p.row_stride;
     }
-    if (packed && apart == 1) rows.next[1] = rows.next[0] + 16 * p.row_stride;  // rows that alternate lie in one place
+    if (packed && distance == 1) rows.next[1] = rows.next[0] + 16 * p.row_stride;  // rows that alternate lie in one place
 }
 
 // The 32 values that tile_rows' products take, in `to`; null without a bias.
-inline const float* tile_bias(const Isa& isa, const FloatArray& bias, int64_t expert, int64_t at, int64_t apart, int64_t every, const int* count, float* to) {
+inline const float* tile_bias(const Isa& isa, const FloatArray& bias, int64_t expert, int64_t at, int64_t distance, int64_t every, const int* count, float* to) {
     if (!bias.data) return nullptr;
     const int64_t size = bias.dtype == Element::f32 ? 4 : 2;
     for (int i = 0; i < 2; ++i)
         for (int r = 0; r < 16; ++r) {
-            const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at + i * apart + r * every) * size;
+            const auto* from = static_cast<const uint8_t*>(bias.data) + (expert * bias.stride + at + i * distance + r * every) * size;
             to[16 * i + r] = 0.0f;
             if (r < count[i]) isa.widen(from, bias.dtype, 1, 1.0f, to + 16 * i + r);
         }

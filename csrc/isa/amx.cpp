@@ -8,7 +8,6 @@
 #include "../vec_avx512.h"
 #include "../epilogue.h"
 #include "../amx_panels.h"
-#include "../tiles_allowed.h"
 
 namespace MOESTRO_ISA {
 
@@ -35,15 +34,15 @@ static void configure(int width) {
 static void begin() { configure(kTile); }
 static void end() { _tile_release(); }
 
-MOESTRO_INLINE __m512i rounded(__m512 v) {
+MOESTRO_INLINE __m512i to_bfloat16(__m512 v) {
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
 }
 // Two rows of 16 tokens as the pairs of one row of a tile.
-MOESTRO_INLINE __m512i pairs(F even, F odd) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rounded(even.v), 16), rounded(odd.v));
+MOESTRO_INLINE __m512i bfloat16_pairs(F even, F odd) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(to_bfloat16(even.v), 16), to_bfloat16(odd.v));
 }
 
 static void transpose(__m512i* r) {
@@ -313,7 +312,7 @@ static void gate_up(const TileRows& w, const float* bias, const Activation& act,
                 // Columns a and b of h make up a pair: neighbours, or four apart where nibbles follow.
                 const int a = w.out_nibbles ? row / 8 * 8 + row % 8 / 2 : row, b = w.out_nibbles ? a + 4 : a + 1;
                 const int64_t at = first + a, pair = w.out_nibbles ? at / kColumns * kTile + at % 4 * 4 + at % kColumns / 8 : at / 2;
-                _mm512_mask_storeu_epi32(to + pair * w.width, tokens, pairs(result(half, a), result(half, b)));
+                _mm512_mask_storeu_epi32(to + pair * w.width, tokens, bfloat16_pairs(result(half, a), result(half, b)));
             }
         }
     });
@@ -338,40 +337,27 @@ static void down(const TileRows& w, const float* bias, const uint32_t* h, int64_
     });
 }
 
-// Counted by timing both with every number of rows (docs/log.md).
-static int64_t fewest_rows(const moestro::Projection& p, bool pairs) {
-    switch (p.element) {
-        case Element::e4m3: return 3;
-        case Element::i8: return pairs ? 6 : 5;
-        case Element::e2m1: return p.scale == moestro::Scale::e8m0 ? (pairs ? 3 : 2) : (pairs ? 8 : 5);
-        case Element::i4: return pairs ? 6 : 4;
-        case Element::u4: return pairs ? 5 : 4;
-        default: return 1;
-    }
+static const moestro::TileOps kTileOps = {begin, end, pack, gate_up, down};
+
+}  // namespace MOESTRO_ISA
+
+namespace moestro {
+extern const Int8Ops kAmxInt8Residual;
 }
 
-// A virtual machine is left and entered again for cpuid, which takes microseconds: once.
-static bool found() {
-    __builtin_cpu_init();
-    const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                         __builtin_cpu_supports("avx512vnni");
-    unsigned a = 7, b = 0, c = 0, d = 0;
-    __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    const bool amx = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    return vectors && amx && tiles_allowed();
-}
-static bool runs_here() {
-    static const bool runs = found();
-    return runs;
+namespace MOESTRO_ISA {
+
+constexpr moestro::Isa make_isa() {
+    using moestro::Feature;
+    moestro::Isa isa = basic_isa("amx", moestro::all_of({Feature::amx_tile, Feature::amx_bf16, Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl, Feature::avx512_bf16, Feature::avx512_vbmi, Feature::avx512_vnni, Feature::tiles_allowed}));
+    isa.four_rows = four_rows;
+    isa.tiles = &kTileOps;
+    isa.int8_residual = &moestro::kAmxInt8Residual;
+    return isa;
 }
 
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const RoundedOps kAmxPairs;
-static const TileOps kTileOps = {MOESTRO_ISA::fewest_rows, MOESTRO_ISA::begin, MOESTRO_ISA::end, MOESTRO_ISA::pack, MOESTRO_ISA::gate_up, MOESTRO_ISA::down};
-extern const Isa kAmx = {"amx", "AMX-BF16, AVX-512 BF16, VBMI and VNNI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W,
-                         MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens, MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, &kTileOps, nullptr, &kAmxPairs};
+extern const Isa kAmx = MOESTRO_ISA::make_isa();
 }  // namespace moestro

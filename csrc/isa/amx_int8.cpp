@@ -7,12 +7,11 @@
 #define MOESTRO_ISA moestro_amx_int8
 #include "../bytes_avx512.h"
 #include "../epilogue.h"
-#include "../pairs.h"
-#include "../tiles_allowed.h"
+#include "../int8_residual.h"
 
 namespace MOESTRO_ISA {
 
-using moestro::kManyRows;
+using moestro::kInt8TileRows;
 constexpr int kTile = 16;                // rows of weights, and tokens
 constexpr int64_t kTileWords = kTile * kTile;
 constexpr int kPair = 2;                 // tiles of tokens that are multiplied together
@@ -114,7 +113,7 @@ static void pack(Element e, int64_t columns, int64_t group_columns, const float*
 
 // 32 rows of weights: of nibbles signed bytes [unit][row][column]; scales and zero points [group][row], and where in these
 // a unit's stand.
-struct ManyPanel {
+struct TilePanel {
     uint8_t* codes;
     float* scales;
     int32_t* zeros;
@@ -131,7 +130,7 @@ template <Element E> MOESTRO_INLINE I signed_nibbles(I nibbles) {
 // Row `at` of a panel. Lane 4 * q + j of VNNI's order is unit 4 * j + q of a block, which is 128-bit lane q of load j.
 template <Element E> static void decode_row(const uint8_t* row, int64_t columns, const Shape& shape, int at, uint8_t* codes) {
     const __m512i low_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    const int64_t apart = kManyRows * shape.unit_bytes;
+    const int64_t apart = kInt8TileRows * shape.unit_bytes;
     for (int64_t k = 0, block = 0; k < columns; k += kUnits, ++block) {
         const uint8_t* from = row + k / 2;
         alignas(64) uint8_t padded[kUnits / 2];
@@ -168,26 +167,26 @@ static void turn(const float* from, int64_t n, int64_t room, float* to) {
             __m512i r[16];
             for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + (half * 16 + i) * room + g);
             transpose(r);
-            for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + (g + i) * kManyRows + half * 16, r[i]);
+            for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + (g + i) * kInt8TileRows + half * 16, r[i]);
         }
 }
 
 static const uint8_t* row_of(const FourRows* eight, int r) { return eight[r / kRows].data[r % kRows]; }
 
-static void read_panel(const FourRows* eight, const Shape& shape, float* room_for_rows, const ManyPanel& panel) {
+static void read_panel(const FourRows* eight, const Shape& shape, float* room_for_rows, const TilePanel& panel) {
     const FourRows& first = eight[0];
     const int64_t n = first.group_columns ? (first.columns + first.group_columns - 1) / first.group_columns : 1, room = round_up(n, W) + 2 * W;
     const int64_t last = room - W;  // a multiple of W behind all groups that units may name
-    for (int r = 0; r < kManyRows; ++r) {
+    for (int r = 0; r < kInt8TileRows; ++r) {
         const FourRows& rows = eight[r / kRows];
         const float factor = rows.global_scale[r % kRows] * (rows.element == Element::e2m1 ? 0.5f : 1.0f);
         read_scales(rows.scale, rows.scales[r % kRows], n, factor, room_for_rows + r * room, room);
     }
     turn(room_for_rows, last, room, panel.scales);
     if (shape.zeros) {
-        for (int r = 0; r < kManyRows; ++r) read_zeros(eight[r / kRows].zeros[r % kRows], n, room_for_rows + r * room, room);
+        for (int r = 0; r < kInt8TileRows; ++r) read_zeros(eight[r / kRows].zeros[r % kRows], n, room_for_rows + r * room, room);
         turn(room_for_rows, last, room, reinterpret_cast<float*>(panel.zeros));
-        for (int64_t i = 0; i < last * kManyRows; i += W)
+        for (int64_t i = 0; i < last * kInt8TileRows; i += W)
             store_bytes(panel.zeros + i, to_integers(load(reinterpret_cast<float*>(panel.zeros) + i)));
     }
     if (!shape.nibbles) return;
@@ -198,7 +197,7 @@ static void read_panel(const FourRows* eight, const Shape& shape, float* room_fo
         for (int64_t block = 0; block < shape.blocks; ++block)
             for (int p = 0; p < shape.parts; ++p)
                 panel.group[shape.place(lane, block, p)] = static_cast<int32_t>((block * kUnits + 32 * (lane % 4 * 4 + lane / 4) + 16 * p) >> shift);
-    for (int r = 0; r < kManyRows; ++r) {
+    for (int r = 0; r < kInt8TileRows; ++r) {
         const uint8_t* row = row_of(eight, r);
         if (first.element == Element::e2m1) decode_row<Element::e2m1>(row, first.columns, shape, r, panel.codes);
         else if (first.element == Element::i4) decode_row<Element::i4>(row, first.columns, shape, r, panel.codes);
@@ -211,11 +210,11 @@ struct Next {
     const FourRows* eight;
     int64_t line = 0, lines;
 
-    Next(const FourRows* asked, int64_t row_bytes) : eight(asked), lines(asked->next[0] ? row_bytes / 64 * kManyRows : 0) {}
+    Next(const FourRows* asked, int64_t row_bytes) : eight(asked), lines(asked->next[0] ? row_bytes / 64 * kInt8TileRows : 0) {}
     MOESTRO_INLINE void some(int64_t n) {
         for (; n > 0 && line < lines; --n, ++line) {
-            const FourRows& rows = eight[line % kManyRows / kRows];
-            _mm_prefetch(reinterpret_cast<const char*>(rows.next[line % kRows] + line / kManyRows * 64), _MM_HINT_T1);
+            const FourRows& rows = eight[line % kInt8TileRows / kRows];
+            _mm_prefetch(reinterpret_cast<const char*>(rows.next[line % kRows] + line / kInt8TileRows * 64), _MM_HINT_T1);
         }
     }
 };
@@ -256,7 +255,7 @@ static void give(__m512* sum, const float* scales, int64_t tokens, float* out) {
     __m512i r[16];
     for (int i = 0; i < kTile; ++i) r[i] = _mm512_castps_si512(_mm512_mul_ps(sum[i], s));
     transpose(r);
-    for (int64_t t = 0; t < tokens && t < kTile; ++t) _mm512_storeu_si512(out + t * kManyRows, r[t]);
+    for (int64_t t = 0; t < tokens && t < kTile; ++t) _mm512_storeu_si512(out + t * kInt8TileRows, r[t]);
 }
 
 constexpr int kAtOnce = 4;  // units whose sums stand in the first cache
@@ -269,7 +268,7 @@ template <int Tiles> struct Tree {
 
 // Units first to first + n of a leaf, whose exact sums stand in `c`, for one tile of them.
 template <int Tiles, bool Zeros>
-static void add_units(const ManyPanel& panel, const Shape& shape, const uint8_t* x, int64_t step, const int32_t* c, int64_t first, int64_t n, int tile, Tree<Tiles>& tree) {
+static void add_units(const TilePanel& panel, const Shape& shape, const uint8_t* x, int64_t step, const int32_t* c, int64_t first, int64_t n, int tile, Tree<Tiles>& tree) {
     const int64_t chain = shape.blocks * shape.parts, leaf = first / chain;
     const int half = tile % 2;
     __m512 sum[16];
@@ -278,7 +277,7 @@ static void add_units(const ManyPanel& panel, const Shape& shape, const uint8_t*
     for (int i = 0; i < kTile; ++i) sum[i] = begins ? _mm512_setzero_ps() : _mm512_load_ps(tree.leaf[tile] + i * kTile);
     for (int64_t u = 0; u < n; ++u) {
         const int32_t* from = c + (u * 2 * Tiles + tile) * kTileWords;
-        const int64_t at = int64_t{panel.group[first + u]} * kManyRows + half * kTile;
+        const int64_t at = int64_t{panel.group[first + u]} * kInt8TileRows + half * kTile;
         const float* scales = panel.scales + at;
         __m512i own = _mm512_setzero_si512();
         if constexpr (Zeros) own = _mm512_loadu_si512(x + tile / 2 * step + 64 + shape.units() * shape.unit_bytes * kTile + (first + u) * 64);
@@ -303,7 +302,7 @@ static void add_units(const ManyPanel& panel, const Shape& shape, const uint8_t*
 
 // While tiles multiply a few units, the sums of the few before become floats.
 template <int Tiles, bool Zeros>
-static void unit_products(const ManyPanel& panel, const Shape& shape, const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
+static void unit_products(const TilePanel& panel, const Shape& shape, const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
     alignas(64) int32_t c[2][kAtOnce * 2 * Tiles * kTileWords];
     Tree<Tiles> tree;
     const int64_t step = shape.tile_bytes(), units = shape.units(), chain = shape.blocks * shape.parts;
@@ -314,7 +313,7 @@ static void unit_products(const ManyPanel& panel, const Shape& shape, const uint
         if (u == units) n = 0;
         for (int64_t i = 0; i < kAtOnce; ++i) {
             if (i < n) {
-                const uint8_t* a = panel.codes + (u + i) * kManyRows * shape.unit_bytes;
+                const uint8_t* a = panel.codes + (u + i) * kInt8TileRows * shape.unit_bytes;
                 __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
                 clear_tiles<Tiles>();
                 multiply<Tiles>(a, a + unit_tile, stride, x + 64 + (u + i) * unit_tile, step);
@@ -330,13 +329,13 @@ static void unit_products(const ManyPanel& panel, const Shape& shape, const uint
         __m512 sum[16];
         for (int i = 0; i < kTile; ++i) sum[i] = _mm512_load_ps(tree.level[4][tile] + i * kTile);
         const int64_t t = tile / 2 * kTile;
-        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t, out + t * kManyRows + tile % 2 * kTile);
+        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t, out + t * kInt8TileRows + tile % 2 * kTile);
     }
 }
 
 // Sums all along the row. `a` are 32 rows of int8 as they lie, and of `last` what does not fill 64 columns.
 template <int Tiles>
-static void row_products(const FourRows* eight, const ManyPanel& panel, const Shape& shape, const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
+static void row_products(const FourRows* eight, const TilePanel& panel, const Shape& shape, const uint8_t* x, int64_t m, Next& next, int64_t lines, float* out) {
     const int64_t step = shape.tile_bytes(), whole = eight->columns / 64;
     const int64_t stride[2] = {row_of(eight, 1) - row_of(eight, 0), row_of(eight, 17) - row_of(eight, 16)}, packed[2] = {64, 64};
     const uint8_t *a = row_of(eight, 0), *b = row_of(eight, 16);
@@ -346,7 +345,7 @@ static void row_products(const FourRows* eight, const ManyPanel& panel, const Sh
     for (int64_t k = 0; k < shape.blocks; ++k, x += kTile * 64) {
         next.some(lines);
         if (k < whole && panel.group[0]) multiply<Tiles>(a + k * 64, b + k * 64, stride, x + 64, step);
-        else multiply<Tiles>(panel.codes + k * kManyRows * 64, panel.codes + k * kManyRows * 64 + kTile * 64, packed, x + 64, step);
+        else multiply<Tiles>(panel.codes + k * kInt8TileRows * 64, panel.codes + k * kInt8TileRows * 64 + kTile * 64, packed, x + 64, step);
     }
     store_tiles<Tiles>(c);
     __asm__ volatile("" ::: "memory");
@@ -356,44 +355,44 @@ static void row_products(const FourRows* eight, const ManyPanel& panel, const Sh
         for (int i = 0; i < kTile; ++i)
             sum[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(c + tile * kTileWords + i * kTile)), _mm512_set1_ps(panel.scales[tile % 2 * kTile + i]));
         const int64_t t = tile / 2 * kTile;
-        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t, out + t * kManyRows + tile % 2 * kTile);
+        give(sum, reinterpret_cast<const float*>(x + tile / 2 * step), m - t, out + t * kInt8TileRows + tile % 2 * kTile);
     }
 }
 
 // Copies the columns that do not fill a tile, or of rows that are not equally far apart all columns; panel.group[0] says which.
-static void copy_rows(const FourRows* eight, const ManyPanel& panel) {
+static void copy_rows(const FourRows* eight, const TilePanel& panel) {
     bool even = true;
-    for (int r = 0; r < kManyRows; ++r) {
+    for (int r = 0; r < kInt8TileRows; ++r) {
         const int first = r / kTile * kTile;
         even = even && row_of(eight, r) - row_of(eight, first) == (r - first) * (row_of(eight, first + 1) - row_of(eight, first));
     }
     panel.group[0] = even;
     const int64_t columns = eight->columns;
     for (int64_t k = even ? columns / 64 * 64 : 0; k < columns; k += 64)
-        for (int r = 0; r < kManyRows; ++r) {
-            uint8_t* to = panel.codes + (k / 64 * kManyRows + r) * 64;
+        for (int r = 0; r < kInt8TileRows; ++r) {
+            uint8_t* to = panel.codes + (k / 64 * kInt8TileRows + r) * 64;
             const int64_t n = columns - k < 64 ? columns - k : 64;
             std::memset(to + n, 0, static_cast<size_t>(64 - n));
             std::memcpy(to, row_of(eight, r) + k, static_cast<size_t>(n));
         }
 }
 
-static void many_rows(const FourRows* eight, const uint8_t* x, int64_t m, float* out, float* scratch) {
+static void int8_tile_rows(const FourRows* eight, const uint8_t* x, int64_t m, float* out, float* scratch) {
     const Shape shape = shape_of(eight->element, eight->columns, eight->group_columns);
     const int64_t n = eight->group_columns ? (eight->columns + eight->group_columns - 1) / eight->group_columns : 1, room = round_up(n, W) + 2 * W;
-    ManyPanel panel;
+    TilePanel panel;
     panel.scales = scratch;
-    panel.zeros = reinterpret_cast<int32_t*>(panel.scales + kManyRows * room);
-    panel.group = panel.zeros + kManyRows * room;
+    panel.zeros = reinterpret_cast<int32_t*>(panel.scales + kInt8TileRows * room);
+    panel.group = panel.zeros + kInt8TileRows * room;
     float* const rows = reinterpret_cast<float*>(panel.group + round_up(shape.units(), 16));
-    panel.codes = reinterpret_cast<uint8_t*>(rows + kManyRows * room);
+    panel.codes = reinterpret_cast<uint8_t*>(rows + kInt8TileRows * room);
     read_panel(eight, shape, rows, panel);
     if (!shape.nibbles) copy_rows(eight, panel);
     _tile_loadconfig(!shape.nibbles ? &kWhole : shape.parts == 1 ? &kUnit : &kHalf);
     const int64_t pairs = (m + 2 * kTile - 1) / (2 * kTile), row_bytes = shape.nibbles ? eight->columns / 2 : eight->columns;
     Next next(eight, row_bytes);
     const int64_t lines = next.lines / (pairs * shape.units()) + 1;
-    for (int64_t t = 0; t < m; t += kPair * kTile, x += kPair * shape.tile_bytes(), out += kPair * kTile * kManyRows) {
+    for (int64_t t = 0; t < m; t += kPair * kTile, x += kPair * shape.tile_bytes(), out += kPair * kTile * kInt8TileRows) {
         const bool two = m - t > kTile;
         if (!shape.nibbles) two ? row_products<2>(eight, panel, shape, x, m - t, next, lines, out) : row_products<1>(eight, panel, shape, x, m - t, next, lines, out);
         else if (shape.zeros) two ? unit_products<2, true>(panel, shape, x, m - t, next, lines, out) : unit_products<1, true>(panel, shape, x, m - t, next, lines, out);
@@ -402,29 +401,24 @@ static void many_rows(const FourRows* eight, const uint8_t* x, int64_t m, float*
     _tile_release();
 }
 
-static int64_t many_scratch(int64_t columns) {
-    const int64_t padded = round_up(columns, kUnits), room = kManyRows * (columns / 16 + 3 * W + 1);
-    return 3 * room + padded / 16 + 64 + kManyRows * padded / 4;
+static int64_t int8_tile_scratch(int64_t columns) {
+    const int64_t padded = round_up(columns, kUnits), room = kInt8TileRows * (columns / 16 + 3 * W + 1);
+    return 3 * room + padded / 16 + 64 + kInt8TileRows * padded / 4;
 }
 
-static bool runs_here() {
-    __builtin_cpu_init();
-    const bool vectors = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
-    unsigned a = 7, b = 0, c = 0, d = 0;
-    __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    const bool amx = (d >> 24 & 1) && (d >> 25 & 1);  // AMX-TILE, AMX-INT8
-    static const bool runs = vectors && amx && tiles_allowed();
-    return runs;
-}
+static const moestro::Int8TileOps kInt8Tiles = {packed_bytes, pack, int8_tile_rows, int8_tile_scratch};
+static const moestro::Int8Ops kInt8WithTiles = {int8_row_floats, quantize_row, int8_rows, int8_scratch, &kInt8Tiles};
 
-static const moestro::ManyOps kMany = {packed_bytes, pack, many_rows, many_scratch};
-static const moestro::RoundedOps kRoundedMany = {rounded_floats, round_row, rounded_rows, rounded_scratch, &kMany};
+constexpr moestro::Isa make_isa() {
+    using moestro::Feature;
+    moestro::Isa isa = basic_isa("amx-int8", moestro::all_of({Feature::amx_tile, Feature::amx_int8, Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl, Feature::avx512_vnni, Feature::avx512_vbmi, Feature::tiles_allowed}));
+    isa.int8 = &kInt8WithTiles;
+    return isa;
+}
 
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const RoundedOps kAmxPairs = MOESTRO_ISA::kPairs;
-extern const Isa kAmxInt8 = {"amx-int8", "AMX-INT8, AVX-512 VNNI and VBMI, and a system that lets tiles be used", MOESTRO_ISA::runs_here, MOESTRO_ISA::W, nullptr, MOESTRO_ISA::kDirectTokens,
-                             MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRoundedMany};
+extern const Int8Ops kAmxInt8Residual = MOESTRO_ISA::kInt8Residual;
+extern const Isa kAmxInt8 = MOESTRO_ISA::make_isa();
 }  // namespace moestro

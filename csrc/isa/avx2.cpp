@@ -3,11 +3,18 @@
 #include "../epilogue.h"
 #include "../int8.h"
 
-namespace moestro {
-static bool runs_here() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+namespace MOESTRO_ISA {
+
+constexpr moestro::Isa make_isa() {
+    using moestro::Feature;
+    moestro::Isa isa = basic_isa("avx2", moestro::all_of({Feature::avx2, Feature::fma, Feature::f16c}));
+    isa.four_rows = four_rows;
+    isa.int8 = &kInt8;
+    return isa;
 }
-extern const Isa kAvx2 = {"avx2", "AVX2, FMA and F16C", runs_here, MOESTRO_ISA::W, MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens,
-                          MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded};
+
+}  // namespace MOESTRO_ISA
+
+namespace moestro {
+extern const Isa kAvx2 = MOESTRO_ISA::make_isa();
 }  // namespace moestro

@@ -4,12 +4,19 @@
 #include "../epilogue.h"
 #include "../int8.h"
 
-namespace moestro {
-static bool runs_here() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+namespace MOESTRO_ISA {
+
+constexpr moestro::Isa make_isa() {
+    using moestro::Feature;
+    moestro::Isa isa = basic_isa("avx512", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl}));
+    isa.four_rows = four_rows;
+    isa.eight_rows = eight_rows;
+    isa.int8 = &kInt8;
+    return isa;
 }
-extern const Isa kAvx512 = {"avx512", "AVX-512 F, BW, DQ and VL", runs_here, MOESTRO_ISA::W, MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens,
-                            MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded, nullptr, MOESTRO_ISA::eight_rows};
+
+}  // namespace MOESTRO_ISA
+
+namespace moestro {
+extern const Isa kAvx512 = MOESTRO_ISA::make_isa();
 }  // namespace moestro

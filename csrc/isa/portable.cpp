@@ -3,8 +3,18 @@
 #include "../epilogue.h"
 #include "../int8.h"
 
+namespace MOESTRO_ISA {
+
+constexpr moestro::Isa make_isa() {
+    using moestro::Feature;
+    moestro::Isa isa = basic_isa("portable", 0);
+    isa.four_rows = four_rows;
+    isa.int8 = &kInt8;
+    return isa;
+}
+
+}  // namespace MOESTRO_ISA
+
 namespace moestro {
-static bool runs_here() { return true; }
-extern const Isa kPortable = {"portable", "nothing", runs_here, MOESTRO_ISA::W, MOESTRO_ISA::four_rows, MOESTRO_ISA::kDirectTokens,
-                              MOESTRO_ISA::widen, MOESTRO_ISA::activate, MOESTRO_ISA::combine, nullptr, &MOESTRO_ISA::kRounded};
+extern const Isa kPortable = MOESTRO_ISA::make_isa();
 }  // namespace moestro

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
-from moestro.ops.expert_mlp import expert_mlp, run, tuning
+from moestro.ops.expert_mlp import expert_mlp, tuning
 from moestro.types import SWIGLU, Activation, InputFormat, Routing
 from moestro.weights import Built, ExpertWeights, Layout
 
@@ -191,10 +191,6 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """y [T, H] for x [T, H]; everything is checked as in `moestro.expert_mlp`."""
         return expert_mlp(x, routing, self.weights, self.strategy)
-
-    def trusted(self, x: Tensor, routing: Routing) -> Tensor:
-        """`forward` for a routing that is known to fit, without checking its values."""
-        return run(x, routing, self.weights, self.strategy)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves take stored experts along; casts leave them as they are: a format's bytes have no other dtype."""

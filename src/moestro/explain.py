@@ -10,26 +10,27 @@ import torch
 from torch import nn
 
 from moestro import settings
-from moestro.errors import UnsupportedError, invalid_input
+from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.formats import SplitTensor
 from moestro.moe import MoE
-from moestro.ops import _select, gpu
-from moestro.ops.expert_mlp import cpu, expert_mlp, explain_strategy
-from moestro.ops.grouping import group_by_expert
-from moestro.ops.projection import projection
-from moestro.ops.topk import topk
+from moestro.ops.dispatch import Candidate, KernelUse, Operation, Prepared, allowed, candidates
+from moestro.ops.expert_mlp import EXPERT_MLP, expert_mlp
+from moestro.ops.grouping import GROUPING, group_by_expert
+from moestro.ops.projection import PROJECTION, projection
+from moestro.ops.topk import TOPK, topk
+from moestro.routing.scoring import Scoring
+from moestro.routing.selection import ROUTE, route
 from moestro.weights import ExpertWeights
 
-_NAMES: dict[Callable[..., Any], str] = {
-    expert_mlp: "expert_mlp",
-    topk: "topk",
-    group_by_expert: "grouping",
-    projection: "projection",
+_OPERATIONS: dict[Callable[..., Any], tuple[Operation, int, int]] = {
+    expert_mlp: (EXPERT_MLP, 3, 4),
+    topk: (TOPK, 2, 2),
+    group_by_expert: (GROUPING, 2, 2),
+    projection: (PROJECTION, 2, 3),
+    route: (ROUTE, 2, 5),
 }
-
-_COUNTS = {"expert_mlp": (3, 4), "topk": (2, 2), "grouping": (2, 2), "projection": (2, 3)}
-"""Fewest and most arguments that each operation takes."""
+"""By public function: the operation, and the fewest and the most arguments that it takes."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,23 @@ class Explanation:
         operation: its name.
         candidates: every implementation in order of priority; reason is None for those that can run the arguments.
         chosen: the implementation that would run, or None if nothing can.
-        strategy: how it would walk the work (expert_mlp only), and why.
+        strategy: how it would walk the work (expert_mlp only), and why; None where there is one way.
         strategy_reason: the sentence.
+        kernels: the kernels that would run for these very arguments, where the implementation has kernels of its own.
+        threads: threads of the host that would compute; 0 where PyTorch's own operations do.
+        workspace_bytes: memory beside arguments and result; None where PyTorch's own operations allocate it.
         weights: how the experts are stored, the bytes one of them reads, and how they are used (expert_mlp only).
         forced: the implementation forced by `moestro.use` or the environment, or None.
     """
 
     operation: str
-    candidates: tuple[_select.Candidate, ...]
+    candidates: tuple[Candidate, ...]
     chosen: str | None
     strategy: str | None = None
     strategy_reason: str | None = None
+    kernels: tuple[KernelUse, ...] = ()
+    threads: int = 0
+    workspace_bytes: int | None = None
     weights: str | None = None
     forced: str | None = None
 
@@ -68,6 +75,11 @@ class Explanation:
             lines.append(f"  {mark} {c.name:<{width}}  {c.reason or 'can run this'}")
         if self.strategy:
             lines.append(f"  strategy {self.strategy}: {self.strategy_reason}")
+        for use in self.kernels:
+            lines.append(f"  kernel {use.stage}: {use.kernel} ({use.rows} rows, entered {use.units} times)")
+        if self.threads:
+            room = "" if self.workspace_bytes is None else f", {self.workspace_bytes:,} bytes of workspace"
+            lines.append(f"  threads {self.threads}{room}")
         if self.weights:
             lines.append(f"  weights {self.weights}")
         return "\n".join(lines)
@@ -96,55 +108,59 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
     if hasattr(operation, "explained"):
         return explain(*operation.explained(*_arguments(type(operation).__name__, arguments, 1, 1)))
-    name = _NAMES.get(operation)
-    if name == "projection" and len(arguments) == 2:
-        arguments = (*arguments, None)
-    if name is None:
+    if operation not in _OPERATIONS:
         raise invalid_input(
             "explain",
-            got=f"{operation!r}",
+            got=f"{type(operation).__name__} {getattr(operation, '__name__', '')}".strip(),
             needs="moestro.expert_mlp, moestro.topk, moestro.group_by_expert, or an Experts or MoE module",
-            fix="Pass the function itself and its arguments after it.",
+            fix="Pass the function itself and its arguments after it; of a model, one of its expert layers.",
         )
+    chooser, least, most = _OPERATIONS[operation]
+    return _explain(chooser, _with_defaults(chooser.name, _arguments(chooser.name, arguments, least, most)))
+
+
+def _explain(operation: Operation, arguments: tuple[Any, ...]) -> Explanation:
+    found = candidates(operation, *arguments)
+    chosen = next((p for i in allowed(operation) if isinstance(p := found[i.name], Prepared)), None)
     forced = settings.current().implementation
-    strategy, positional = "auto", arguments
-    _arguments(name, arguments, *_COUNTS[name])
-    if name == "expert_mlp" and len(arguments) == 4:
-        strategy, positional = arguments[3], arguments[:3]
-    try:
-        chosen = _select.select(name, *positional).name
-    except UnsupportedError:
-        chosen = None
-    walks = name == "expert_mlp" and chosen != "reference"  # the reference has one way to go
-    choice = explain_strategy(chosen or "", positional[0], positional[1], positional[2], strategy) if walks else None
+    name = None if chosen is None else chosen.implementation
     return Explanation(
-        operation=name,
-        candidates=tuple(_select.candidates(name, *positional)),
-        chosen=chosen,
-        strategy=choice.strategy if choice else None,
-        strategy_reason=choice.reason if choice else None,
-        weights=_describe(positional[0], positional[2], chosen) if name == "expert_mlp" else None,
-        forced=forced if forced in (None, *(i.name for i in _select.implementations(name))) else None,
+        operation=operation.name,
+        candidates=tuple(Candidate(n, p if isinstance(p, str) else None) for n, p in found.items()),
+        chosen=name,
+        strategy=None if chosen is None or not chosen.walk else chosen.walk,
+        strategy_reason=None if chosen is None or not chosen.why else chosen.why,
+        kernels=() if chosen is None else chosen.kernels(*arguments),
+        threads=0 if chosen is None else chosen.threads,
+        workspace_bytes=None if chosen is None else chosen.workspace_bytes,
+        weights=_describe(arguments[2], name) if operation is EXPERT_MLP else None,
+        forced=forced if forced in found else None,
     )
 
 
-def _describe(x: torch.Tensor, weights: ExpertWeights, chosen: str | None) -> str:
+def _with_defaults(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call, with those that it may leave out."""
+    defaults: dict[str, tuple[Any, ...]] = {
+        "expert_mlp": (None, None, None, "auto"),
+        "projection": (None, None, None),
+        "route": (None, None, "softmax-renormalized", None, None),
+    }
+    whole = (*arguments, *defaults.get(name, ())[len(arguments) :])
+    return (*whole[:2], Scoring.of(whole[2]), *whole[3:]) if name == "route" else whole
+
+
+def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     """The sentence about how experts are stored and read."""
     stored = (weights.gate_up, weights.down)
-    names = dict.fromkeys(f"{s.format.name}{' (matrices apart)' if isinstance(s, SplitTensor) else ''}" for s in stored)
+    names = dict.fromkeys(f"{s.format.name}{' (unstacked)' if isinstance(s, SplitTensor) else ''}" for s in stored)
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
     if weights.input_format != "float":
-        numbers = "integers" if weights.input_format == "int8" else "8-bit floats"
-        return f"{text}, multiplied as {numbers}: rows are rounded to {weights.input_format}"
-    if all(s.format.is_dense for s in stored):
+        return f"{text}, input format {weights.input_format}"
+    if all(s.format.is_dense for s in stored) or chosen is None:
         return text
-    if chosen == gpu.IMPLEMENTATION:
-        return f"{text}, decoded in registers"
-    if chosen is not None and chosen.startswith("cpu-"):
-        pairs = "; rows, but those in tiles, as pairs of 8-bit integers" if cpu.takes_pairs(chosen, x, weights) else ""
-        return f"{text}, decoded in registers, or for many rows four rows at a time{pairs}"
-    reading = "a whole expert" if chosen == "reference" else "a panel of rows"
-    return f"{text}, dequantised {reading} at a time"
+    if chosen in ("torch", "reference"):
+        return f"{text}, dequantised {'a whole expert' if chosen == 'reference' else 'a panel of rows'} at a time"
+    return f"{text}, decoded in registers, or for many rows a few rows at a time"
 
 
 def _arguments(name: str, arguments: tuple[Any, ...], least: int, most: int) -> tuple[Any, ...]:

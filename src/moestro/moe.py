@@ -12,7 +12,7 @@ from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.ops import gpu
 from moestro.ops.inputs import no_tensor
-from moestro.routing.routers import GroupLimitedRouter, TopKRouter
+from moestro.routing.routers import TopKRouter
 from moestro.tolerances import disagreement
 from moestro.types import SWIGLU, Activation, Routing
 
@@ -92,24 +92,20 @@ class MoE(nn.Module):
             )
         x = x if len(shape) == 2 else x.reshape(-1, hidden_size)
         routing = self.route(x)
-        # Routings of our own routers fit by construction; those of a rewrite, a dispatcher or another router may not.
-        own = type(self.router) in (TopKRouter, GroupLimitedRouter)
-        trusted = own and self.rewrite is None and self.dispatcher is None
-        call = experts.trusted if trusted else experts
         shared = self.shared_experts
         if shared is None:
-            y = self._routed(x, routing, call)
+            y = self._routed(x, routing)
         else:  # which need nothing of each other
-            y, z = gpu.beside(x, lambda: self._routed(x, routing, call), lambda: cast(Tensor, shared(x)))
+            y, z = gpu.beside(x, lambda: self._routed(x, routing), lambda: cast(Tensor, shared(x)))
             y = y + z
         return y if len(shape) == 2 else y.reshape(shape)
 
-    def _routed(self, x: Tensor, routing: Routing, call: Callable[[Tensor, Routing], Tensor]) -> Tensor:
+    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         """What the routed experts add, wherever they are."""
         if self.dispatcher is None:
-            return call(x, routing)
+            return cast(Tensor, self.experts(x, routing))
         rows, local, handle = self.dispatcher.dispatch(x, routing)
-        return self.dispatcher.combine(call(rows, local), handle)
+        return self.dispatcher.combine(self.experts(rows, local), handle)
 
 
 class FFN(MoE):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -44,6 +44,9 @@ class Routing:
     expert_ids: Tensor
     routing_weights: Tensor
     weight_on: WeightOn = "output"
+
+    checked_for: ClassVar[int | None] = None
+    """The number of experts that the values are known to fit; None until `check`. Of one value, never of a copy."""
 
     def __post_init__(self) -> None:
         ids, weights = self.expert_ids, self.routing_weights
@@ -81,11 +84,18 @@ class Routing:
             )
 
     @classmethod
-    def unchecked(cls, expert_ids: Tensor, routing_weights: Tensor, weight_on: WeightOn) -> Routing:
+    def unchecked(
+        cls, expert_ids: Tensor, routing_weights: Tensor, weight_on: WeightOn, checked_for: int | None = None
+    ) -> Routing:
         """The same value without a look at shapes, dtypes and devices, for tensors made to fit."""
         made = object.__new__(cls)
         made.__dict__.update(expert_ids=expert_ids, routing_weights=routing_weights, weight_on=weight_on)
-        return made
+        return made if checked_for is None else made.fits(checked_for)
+
+    def fits(self, num_experts: int) -> Routing:
+        """This value, remembering that its ids and weights are known to fit so many experts."""
+        object.__setattr__(self, "checked_for", num_experts)
+        return self
 
     @property
     def num_tokens(self) -> int:
@@ -114,18 +124,23 @@ class Routing:
         return replace(self, expert_ids=expert_ids)
 
     def check(self, num_experts: int, operation: str = "Routing") -> None:
-        """Check the values once, at a public edge. On an accelerator the check is asynchronous.
+        """Check the values once, at a public edge; a value that has been checked is not looked at again.
+
+        On an accelerator the check is asynchronous.
 
         Raises:
             InvalidInputError: an id is outside -1..num_experts-1, or the weight of a used slot is not finite.
                 (On an accelerator a device-side assertion carries the same sentence.)
         """
+        if self.checked_for is not None and self.checked_for <= num_experts:
+            return
         ids = self.expert_ids
         in_range = ((ids >= EMPTY) & (ids < num_experts)).all()
         finite = (torch.isfinite(self.routing_weights) | (ids == EMPTY)).all()
         if ids.device.type != "cpu" or torch.compiler.is_compiling():
             torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
             torch._assert_async(finite, f"[{operation}] routing_weights must be finite")
+            self.fits(num_experts)
             return
         if not in_range:
             low, high = torch.aminmax(ids)
@@ -142,6 +157,7 @@ class Routing:
                 needs="finite weights in every used slot",
                 fix="Look for NaN in the router's input or its logits.",
             )
+        self.fits(num_experts)
 
 
 ActivationKind = Literal["silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity", "custom"]

@@ -121,6 +121,15 @@ class ExpertWeights:
         return (*self.gate_up.tensors, *self.down.tensors, *(b for b in biases if b is not None))
 
     @property
+    def parts(self) -> Parts:
+        """What a call of the primitive asks of the value, looked up once: it is frozen."""
+        found: Parts | None = self.__dict__.get("_parts")
+        if found is None:
+            found = Parts.of(self)
+            object.__setattr__(self, "_parts", found)
+        return found
+
+    @property
     def num_experts(self) -> int:
         return self.gate_up.num_experts
 
@@ -136,6 +145,64 @@ class ExpertWeights:
     def bytes_per_expert(self) -> int:
         """Stored bytes that computing with one expert reads."""
         return sum(t.numel() * t.element_size() for t in self.tensors) // max(self.num_experts, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The tensors of expert weights, and all else that they are made of.
+
+    Attributes:
+        tensors: as `ExpertWeights.tensors`.
+        words: everything but the tensors, as a key; None where a tensor is no ordinary one or a format has no name.
+        by_expert: for experts that are not stacked, the indices of each one's tensors.
+        others: the indices of the tensors that are no single expert's; None where all experts are stacked.
+    """
+
+    tensors: tuple[Tensor, ...]
+    words: tuple[Any, ...] | None
+    by_expert: tuple[tuple[int, ...], ...]
+    others: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> Parts:
+        """Those of these weights."""
+        tensors, stored = weights.tensors, (weights.gate_up, weights.down)
+        by_expert: list[list[int]] = [[] for _ in range(weights.num_experts)]
+        others, start = list(range(len(tensors))), 0
+        for projection in stored:
+            if isinstance(projection, SplitTensor):
+                each = len(projection.tensors) // weights.num_experts
+                for e, own in enumerate(by_expert):
+                    own.extend(range(start + e * each, start + (e + 1) * each))
+                others = [i for i in others if not start <= i < start + len(projection.tensors)]
+            start += len(projection.tensors)
+        unstacked = any(isinstance(projection, SplitTensor) for projection in stored)
+        return cls(tensors, _words(weights), tuple(map(tuple, by_expert)), tuple(others) if unstacked else None)
+
+    def call_key(self) -> tuple[Any, ...] | None:
+        """The words and, to tell layers apart, where the first tensor of each projection lies."""
+        tensors = self.tensors
+        if self.words is None:
+            return None
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return recorded, self.words, tensors[0].data_ptr(), tensors[-1].data_ptr()
+
+    def read_by(self, experts: Iterable[int]) -> list[int] | None:
+        """The indices of the tensors that these experts' computation reads; None where all are stacked."""
+        if self.others is None:
+            return None
+        most = len(self.by_expert)
+        return [*self.others, *(i for e in experts if 0 <= e < most for i in self.by_expert[e])]
+
+
+def _words(weights: ExpertWeights) -> tuple[Any, ...] | None:
+    stored = (weights.gate_up, weights.down)
+    ordinary = all(type(t) in (Tensor, torch.nn.Parameter) for t in weights.tensors)
+    if not ordinary or not all(formats.is_registered(s.format) for s in stored):
+        return None
+    layouts = tuple((s.format.name, isinstance(s, SplitTensor), s.shape) for s in stored)
+    biases = weights.gate_up_bias is not None, weights.down_bias is not None
+    return layouts, biases, weights.activation.code, weights.output_norm is not None, weights.input_format
 
 
 _MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {

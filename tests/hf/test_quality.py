@@ -182,7 +182,7 @@ def test_against_another_format(folder: Path, text: Path) -> None:
 def test_rows_as_int8_are_the_variants_and_not_the_baselines(folder: Path, text: Path) -> None:
     wanted = variants(["int8"], all_formats=True)
     exact, rounded = (
-        measure(folder, wanted, Options(text=text, activation=name))  # type: ignore[arg-type]
+        measure(folder, wanted, Options(text=text, input_format=name))  # type: ignore[arg-type]
         for name in ("float", "int8")
     )
     assert exact.as_json()["baseline"]["bits_per_byte"] == rounded.as_json()["baseline"]["bits_per_byte"]
@@ -191,7 +191,7 @@ def test_rows_as_int8_are_the_variants_and_not_the_baselines(folder: Path, text:
     assert before is not None
     assert after is not None
     assert 0 < before.expert_error < after.expert_error < 5 * before.expert_error
-    assert {row.stored.activation for row in rounded.rows if row.stored} == {"int8"}
+    assert {row.stored.input_format for row in rounded.rows if row.stored} == {"int8"}
     assert all("weights that are integers" in str(row.reason) for row in rounded.rows if row.format == "bfloat16")
     assert "rows as int8" in headline(rounded)[2]
 

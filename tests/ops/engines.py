@@ -24,7 +24,7 @@ from . import problems
 
 RUNNING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16]
 TILED = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_bfloat16]
-ROUNDING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_integers]
+ROUNDING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_int8]
 STORED = [name for name in FORMATS if name != "float64"]
 STRATEGIES = ("grouped", "selective", "blockwise-1", "blockwise-5", "blockwise-96", "all_experts")
 

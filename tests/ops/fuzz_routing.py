@@ -62,26 +62,31 @@ def scores(pick: Pick, dtype: int) -> tuple[int, int, int, int, int]:
 
 def topk(pick: Pick, draw: Callable[..., Any]) -> None:
     native.module.topk(
-        scores(pick, draw(st.integers(0, 3))), pick("k", 5, SIZES), pick("out", OUT[0], (0,)), threads(pick)
+        *scores(pick, draw(st.integers(0, 3))), pick("k", 5, SIZES), pick("out", OUT[0], (0,)), threads(pick)
     )
 
 
 def route(pick: Pick, draw: Callable[..., Any]) -> None:
-    numbers = (draw(st.sampled_from((0.0, 1e-20))), 1e-38, 2.5, draw(st.sampled_from((1.0, -1.0, float("nan")))))
-    native.module.route(
-        scores(pick, 0),
-        pick("k", 5, SIZES),
-        (pick("code", draw(st.integers(0, 1)), CODES), draw(st.booleans()), draw(st.booleans()), *numbers),
-        draw(st.sampled_from((0, VALUES))),
-        (
-            pick("groups", draw(st.sampled_from((1, 4))), SIZES),
-            pick("kept", 1, SIZES),
-            pick("best", 2, SIZES),
-            draw(st.sampled_from((0.0, float("-inf")))),
-        ),
-        (pick("out", OUT[0], (0,)), pick("out", OUT[1], (0,))),
-        threads(pick),
+    router = native.module.Router(
+        score=pick("code", draw(st.integers(0, 1)), CODES),
+        select_on_logits=draw(st.booleans()),
+        renormalize=draw(st.booleans()),
+        epsilon=draw(st.sampled_from((0.0, 1e-20))),
+        floor=1e-38,
+        scale=2.5,
+        logit_scale=draw(st.sampled_from((1.0, -1.0, float("nan")))),
     )
+    groups = native.module.Groups(
+        num_groups=pick("groups", draw(st.sampled_from((1, 4))), SIZES),
+        top_groups=pick("kept", 1, SIZES),
+        best=pick("best", 2, SIZES),
+        excluded=draw(st.sampled_from((0.0, float("-inf")))),
+    )
+    address, _, *sizes = scores(pick, 0)
+    correction = draw(st.sampled_from((0, VALUES)))
+    out = pick("out", OUT[0], (0,)), pick("out", OUT[1], (0,))
+    groups = draw(st.sampled_from((groups, None)))
+    native.module.route(router, groups, address, *sizes, pick("k", 5, SIZES), correction, *out, threads(pick))
 
 
 def slots(pick: Pick, draw: Callable[..., Any]) -> tuple[int, bool, int, int, int]:
@@ -101,16 +106,16 @@ def outputs(pick: Pick) -> tuple[int, ...]:
 
 
 def group(pick: Pick, draw: Callable[..., Any]) -> None:
-    native.module.group(slots(pick, draw), outputs(pick), threads(pick))
+    native.module.group(*slots(pick, draw), *outputs(pick), threads(pick))
 
 
 def schedule(pick: Pick, draw: Callable[..., Any]) -> None:
     blocks = pick("blocks", 8, (-1, 0, 1, 2, 1 << 31, 1 << 62)), pick("blocks", 4, (-1, 0, 1, 1 << 31, 1 << 62))
-    native.module.schedule(slots(pick, draw), blocks, outputs(pick))
+    native.module.schedule(*slots(pick, draw), *blocks, *outputs(pick))
 
 
 def fits(pick: Pick, draw: Callable[..., Any]) -> None:
-    native.module.fits(slots(pick, draw), draw(st.sampled_from((0, VALUES))))
+    native.module.fits(*slots(pick, draw), draw(st.sampled_from((0, VALUES))))
 
 
 @settings(max_examples=1500, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

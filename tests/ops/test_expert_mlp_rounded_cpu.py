@@ -15,7 +15,6 @@ from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, PackedTensor
 from moestro.ops import native
-from moestro.ops.expert_mlp import cpu
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import bit_equal
 
@@ -140,7 +139,7 @@ def test_the_largest_products(isa):
 @every_rounding_isa
 def test_long_rows(isa):
     """As many columns as the engine takes, all at their largest; one more is left to torch."""
-    most = cpu._MOST_ROUNDED_COLUMNS
+    most = native.LIMITS["most_int8_columns"]
     for columns in (most, most + 4):
         gate_up = PackedTensor(
             torch.full((1, 2, columns), -128, dtype=torch.int8), FORMATS["int8"], torch.full((1, 2, 1), 2.0**-30)
@@ -301,6 +300,6 @@ def test_what_runs_and_why():
     assert integers.chosen == f"cpu-{ROUNDING[0].name}"
     assert plain.chosen != "cpu-amx-int8"
     for isa in native.ISAS:
-        if isa.runs_here and not isa.multiplies_integers:
+        if isa.runs_here and not isa.multiplies_int8:
             with pytest.raises(UnsupportedError, match="rows of floats only"):
                 run(isa, x, routing, rounded(weights))

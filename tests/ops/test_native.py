@@ -14,6 +14,7 @@ import torch
 import moestro
 from moestro import Activation
 from moestro.ops import native
+from moestro.ops.expert_mlp import cpu
 from moestro.ops.native import Isa
 from tolerances import bit_equal
 
@@ -87,17 +88,25 @@ def test_other_python_threads_go_on_meanwhile():
             time.sleep(0.0005)  # lets go itself
 
     class Watched:
+        def __init__(self, prepared):
+            self.prepared = prepared
+
+        def run(self, *args):
+            before = steps[0]
+            self.prepared.run(*args)
+            seen.append(steps[0] - before)
+
+    class Engine:
         def __getattr__(self, name):
             return getattr(engine, name)
 
-        def expert_mlp(self, *args):
-            before = steps[0]
-            engine.expert_mlp(*args)
-            seen.append(steps[0] - before)
+        def ExpertMlp(self, **args):
+            return Watched(engine.ExpertMlp(**args))
 
     other = threading.Thread(target=step)
     try:
-        native.module = Watched()
+        native.module = Engine()
+        cpu._prepared.cache_clear()
         sys.setswitchinterval(1000.0)
         other.start()
         for _ in range(20):
@@ -106,6 +115,7 @@ def test_other_python_threads_go_on_meanwhile():
                 break
     finally:
         native.module = engine
+        cpu._prepared.cache_clear()
         sys.setswitchinterval(interval)
         stop.set()
         other.join()
@@ -225,12 +235,12 @@ def test_without_the_compiled_module():
 
 
 def test_reasons(monkeypatch):
-    assert native.reason(Isa("other", 0, "what nobody has", False, 4, False, True, False, False)) is not None
+    assert native.reason(Isa("other", missing=("what nobody has",))) is not None
     if native.module is not None:
-        assert (
-            native.reason(Isa("other", 0, "what nobody has", False, 4, False, True, False, False))
-            == "this processor lacks what nobody has"
-        )
+        assert native.reason(Isa("other", missing=("what nobody has",))) == "this processor lacks what nobody has"
+        two = Isa("other", needs=("AVX2", "AMX-TILE", "AMX-BF16"), missing=("AMX-TILE", "AMX-BF16"))
+        assert native.reason(two) == "this processor lacks AMX-TILE and AMX-BF16"
+        assert all(set(isa.missing) <= set(isa.needs) for isa in native.ISAS)
         assert [native.reason(isa) for isa in RUNNING] == [None] * len(RUNNING)
         assert [isa.index for isa in native.ISAS] == list(range(len(native.ISAS)))
         assert native.ISAS[-1].name == "portable"

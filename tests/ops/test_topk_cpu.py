@@ -22,7 +22,7 @@ from tolerances import bit_equal
 from .engines import needs_engine, output
 
 pytestmark = needs_engine
-DTYPES = tuple(cpu.DTYPES)
+DTYPES = tuple(native.FLOATS)
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, 1.0, -1.0, 2.0**-24, -(2.0**-24), 6e4, -6e4)
 
 

@@ -23,7 +23,10 @@ LIMITS = (None, GroupLimit(4, 2), GroupLimit(4, 2, best=1, excluded=0.0), GroupL
 
 
 def in_engine(logits, top_k, scoring, correction=None, groups=None):
-    return cpu.route(logits, top_k, Scoring.of(scoring), correction, None if groups is None else groups.sizes)
+    """The engine's routing, or None where it computes none."""
+    given = (logits, top_k, Scoring.of(scoring), correction, groups)
+    prepared = cpu.prepare(lambda *given: None, *given)
+    return None if isinstance(prepared, str) else prepared(*given)
 
 
 def check(logits, top_k, scoring, correction=None, groups=None):
@@ -111,10 +114,10 @@ def test_what_it_leaves_to_plain_torch():
         assert in_engine(logits.clone().requires_grad_(), 2, "softmax") is not None
     for name in ("torch", "branchless", "reference"):
         with moestro.use(implementation=name):
-            assert in_engine(logits, 2, "softmax") is None
+            assert moestro.explain(route, logits, 2, "softmax").chosen == name
     for name in ("cpu-native", "cpu-portable"):
         with moestro.use(implementation=name):
-            assert in_engine(logits, 2, "softmax") is not None
+            assert moestro.explain(route, logits, 2, "softmax").chosen == "cpu-native"
 
 
 def test_weights_are_trained_as_before():

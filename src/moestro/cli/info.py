@@ -71,7 +71,8 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
     import torch
 
     from moestro import ExpertWeights, Routing
-    from moestro.ops import _select
+    from moestro.ops import dispatch
+    from moestro.routing import Scoring
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -79,14 +80,18 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
     ids = zeros(4, 2, dtype=torch.int64)
     weights = ExpertWeights.from_dense(zeros(8, 32, 16), zeros(8, 16, 16))
     calls: dict[str, tuple[Any, ...]] = {
-        "expert_mlp": (zeros(4, 16), Routing(ids, zeros(4, 2)), weights),
+        "expert_mlp": (zeros(4, 16), Routing(ids, zeros(4, 2)), weights, "auto"),
         "grouping": (ids, 8),
         "projection": (zeros(4, 16, dtype=torch.bfloat16), zeros(8, 16, dtype=torch.bfloat16), None),
+        "route": (zeros(4, 8), 2, Scoring(), None, None),
         "topk": (zeros(4, 8), 2),
     }
     return {
-        operation: [{"name": c.name, "reason": c.reason} for c in _select.candidates(operation, *calls[operation])]
-        for operation in _select.operations()
+        operation.name: [
+            {"name": name, "reason": found if isinstance(found, str) else None}
+            for name, found in dispatch.candidates(operation, *calls[operation.name]).items()
+        ]
+        for operation in dispatch.operations()
     }
 
 

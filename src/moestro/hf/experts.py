@@ -24,7 +24,7 @@ from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.store import store_of
-from moestro.ops.expert_mlp import run, run_any
+from moestro.ops.expert_mlp import run
 from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
 
@@ -223,7 +223,7 @@ def apply(
     hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, weights: ExpertWeights, strategy: str
 ) -> Tensor:
     """`expert_mlp` for a model's own router: ids beyond the experts are empty slots, dtypes are aligned."""
-    return run_rows(hidden_states, model_routing(expert_ids, routing_weights), weights, strategy, run_any)
+    return run_rows(hidden_states, model_routing(expert_ids, routing_weights), weights, strategy)
 
 
 def model_routing(expert_ids: Tensor, routing_weights: Tensor) -> Routing:
@@ -231,25 +231,18 @@ def model_routing(expert_ids: Tensor, routing_weights: Tensor) -> Routing:
     return Routing(expert_ids, routing_weights if routing_weights.dtype == torch.float64 else routing_weights.float())
 
 
-def run_rows(
-    hidden_states: Tensor,
-    routing: Routing,
-    weights: ExpertWeights,
-    strategy: str,
-    primitive: Callable[[Tensor, Routing, ExpertWeights, str], Tensor] = run,
-) -> Tensor:
+def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states.
 
     Args:
         hidden_states: [..., H].
-        routing, weights, strategy: as for `moestro.expert_mlp`.
-        primitive: `run`, or `run_any` where ids may lie beyond the experts.
+        routing, weights, strategy: as for `moestro.expert_mlp`; ids may lie beyond the experts.
     """
     rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     form = weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
         rows = rows.to(torch.promote_types(rows.dtype, form.storage))
-    y = primitive(rows, routing, weights, strategy)
+    y = run(rows, routing, weights, strategy)
     if y.dtype != hidden_states.dtype:
         y = y.to(hidden_states.dtype)
     return y if y.dim() == hidden_states.dim() else y.view(hidden_states.shape)

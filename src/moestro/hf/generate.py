@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,8 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from moestro.errors import invalid_input
 from moestro.hf.text_model import TextModel
-from moestro.ops import _select
-from moestro.ops.expert_mlp import explain_strategy
+from moestro.ops.dispatch import Operation, Prepared, observed
+from moestro.ops.expert_mlp import EXPERT_MLP
 
 DEFAULT_NEW_TOKENS = 256
 LEAST_TEMPERATURE = 1e-6
@@ -27,10 +26,6 @@ LEAST_TEMPERATURE = 1e-6
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "seed")
 _CONTEXT_FOR_TEXT = 8
 _UNFINISHED = "\ufffd"
-
-_lock = threading.Lock()
-_watchers: list[tuple[int, Callable[[Ran], object]]] = []
-_unwatched: list[_select.Implementation] = []
 
 
 @dataclass(frozen=True)
@@ -334,32 +329,14 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
 
 @contextmanager
 def _observed(on_run: Callable[[Ran], object]) -> Iterator[None]:
-    """Tell `on_run` of every expert_mlp that this thread runs inside the block."""
+    """Tell `on_run` of every expert_mlp that runs inside the block."""
 
-    def watched(entry: _select.Implementation) -> _select.Implementation:
-        def call(x: Tensor, routing: Any, weights: Any, strategy: str) -> Any:
-            told = [tell for thread, tell in list(_watchers) if thread == threading.get_ident()]
-            if told:
-                ran = Ran(entry.name, explain_strategy(entry.name, x, routing, weights, strategy).strategy)
-                for tell in told:
-                    tell(ran)
-            return entry.call(x, routing, weights, strategy)
+    def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+        if operation is EXPERT_MLP:
+            on_run(Ran(prepared.implementation, prepared.walk))
 
-        return replace(entry, call=call)
-
-    mine = (threading.get_ident(), on_run)
-    with _lock:  # the first to come wraps the implementations, the last to go unwraps them
-        if not _watchers:
-            _unwatched[:] = _select.implementations("expert_mlp")
-            _select.register("expert_mlp", [watched(entry) for entry in _unwatched])
-        _watchers.append(mine)
-    try:
+    with observed(tell):
         yield
-    finally:
-        with _lock:
-            _watchers.remove(mine)
-            if not _watchers:
-                _select.register("expert_mlp", list(_unwatched))
 
 
 @contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +12,13 @@ from torch import Tensor
 
 from moestro.bench.quality import Tally, Window, score
 from moestro.hf.accelerate import Found, find
-from moestro.ops import _select
-from moestro.ops.expert_mlp import run
+from moestro.ops.dispatch import Operation, Prepared, observed
+from moestro.ops.expert_mlp import EXPERT_MLP, run
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
 
 Tap = Callable[[Tensor, Routing, ExpertWeights, Tensor], object]
 """Sees each expert_mlp of a forward pass: x [T, H], routing, weights, and the output [T, H]."""
-
-_tap: ContextVar[Tap | None] = ContextVar("moestro_quality_tap", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,25 +105,10 @@ def _entered(layers: list[Found], enter: Callable[[int], None]) -> Iterator[None
 def _tapped(tap: Tap) -> Iterator[None]:
     """Show a tap every expert_mlp inside the block; those that it runs itself are not shown."""
 
-    def tapped(entry: _select.Implementation) -> _select.Implementation:
-        def call(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-            y: Tensor = entry.call(x, routing, weights, strategy)
-            seen = _tap.get()
-            if seen is not None:
-                token = _tap.set(None)
-                try:
-                    seen(x, routing, weights, y)
-                finally:
-                    _tap.reset(token)
-            return y
+    def see(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+        if operation is EXPERT_MLP:
+            x, routing, weights, _ = arguments
+            tap(x, routing, weights, result)
 
-        return replace(entry, call=call)
-
-    before = _select.implementations("expert_mlp")
-    _select.register("expert_mlp", [tapped(entry) for entry in before])
-    token = _tap.set(tap)
-    try:
+    with observed(see):
         yield
-    finally:
-        _tap.reset(token)
-        _select.register("expert_mlp", before)

@@ -65,7 +65,7 @@ def bundled_folder() -> Path:
     Raises:
         InvalidInputError: this installation has none.
     """
-    folder = Path(__file__).parents[1] / "bundled"
+    folder = Path(__file__).parent.parent / "bundled"
     if not (folder / "config.json").is_file():
         raise invalid_input(
             OPERATION,

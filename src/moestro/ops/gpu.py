@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moestro import settings
-from moestro.ops import native
+from moestro.ops.tensors import no_gradient, no_memory
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
@@ -84,17 +83,7 @@ def unreadable(*tensors: Tensor) -> str | None:
         reason = unusable(tensor)
         if reason is not None:
             return reason
-        if not native.is_ordinary(tensor):
-            return "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return "it computes no gradients, and a tensor requires one"
-    if torch.compiler.is_compiling():
-        return "a graph that is traced is to see every operation"
-    if forward_ad._current_level >= 0:
-        return "it computes no gradients, and forward-mode differentiation is on"
-    if native.is_watched():
-        return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
-    return None
+    return no_memory(*tensors) or no_gradient(*tensors)
 
 
 def runs_on(kind: str, index: int | None) -> bool:
@@ -221,6 +210,10 @@ def _direct(compiled: Any, values: list[Any], device: int) -> Callable[..., None
     return launch
 
 
+ALIGNED = 16
+"""Bytes of which addresses are multiples where kernels are compiled for that."""
+
+
 Values = tuple[tuple[str, Any], ...]
 
 
@@ -232,7 +225,7 @@ def kept(kernel: Any, values: Values, resources: Values, given: tuple[Hashable, 
 
 def aligned(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """What Triton looks for in tensors: their dtypes, and whether they lie at multiples of 16 bytes."""
-    return tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
+    return tuple([None if t is None else (t.dtype, t.data_ptr() % ALIGNED == 0) for t in tensors])
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from types import ModuleType
+from typing import Any
 
 import torch  # (also loads the OpenMP runtime whose threads the engine shares)
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from moestro.types import Routing
-
-_ORDINARY = (Tensor, torch.nn.Parameter)
-_CPU = torch.device("cpu")
+from moestro.ops.tensors import is_ordinary, no_memory
 
 
 @dataclass(frozen=True)
@@ -23,24 +21,29 @@ class Isa:
     Attributes:
         name: "amx", "amx-int8", "avx512-vnni", "avx512", "avx2" or "portable".
         index: its place in the engine's list, best first.
-        needs: what a processor must have for it.
-        runs_here: whether this one has it.
+        needs: the features of a processor that it takes.
+        missing: those of them that this one lacks.
         lanes: floats in one of its vectors.
         multiplies_bfloat16: whether it computes in bfloat16, and nothing else.
         multiplies_floats: whether it multiplies rows of floats, bfloat16 ones or all.
-        multiplies_integers: whether it multiplies rows as int8.
-        multiplies_pairs: whether rows of 16 bits meet weights that are integers as pairs of rows of 8.
+        multiplies_int8: whether it multiplies an int8 input.
+        multiplies_int8_residual: whether a row of 16 bits meets weights that are integers as int8 and an int8 residual.
     """
 
     name: str
-    index: int
-    needs: str
-    runs_here: bool
-    lanes: int
-    multiplies_bfloat16: bool
-    multiplies_floats: bool
-    multiplies_integers: bool
-    multiplies_pairs: bool
+    index: int = 0
+    needs: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    lanes: int = 0
+    multiplies_bfloat16: bool = False
+    multiplies_floats: bool = False
+    multiplies_int8: bool = False
+    multiplies_int8_residual: bool = False
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this processor has what it needs."""
+        return not self.missing
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -53,16 +56,39 @@ def _load() -> tuple[ModuleType | None, str | None]:
 module, problem = _load()
 """The extension module and None, or None and what importing it said."""
 
-ISAS: tuple[Isa, ...] = (
-    () if module is None else tuple(Isa(name, i, *rest) for i, (name, *rest) in enumerate(module.isas()))
-)
+
+def _isas() -> tuple[Isa, ...]:
+    names = [field.name for field in fields(Isa)]
+    return tuple(Isa(**{name: getattr(isa, name) for name in names}) for isa in module.isas()) if module else ()
+
+
+ISAS: tuple[Isa, ...] = _isas()
 """Best first; empty without the engine."""
 
-MOST_EXPERTS = 1 << 20
-"""That rows are ordered by, and ids may name."""
-
-ABSENT = Isa("native", 0, "the native engine", False, 0, False, False, False, False)
+ABSENT = Isa("native", missing=("the native engine",))
 """What stands in a list of implementations where there is no engine."""
+
+ELEMENTS: Mapping[str, int] = {} if module is None else module.ELEMENTS
+"""The engine's code of each kind of number that weights are stored in; this and the next ones are empty without it."""
+
+INTEGERS: tuple[str, ...] = () if module is None else module.INTEGERS
+"""Those of ELEMENTS whose codes are multiplied as 8-bit integers."""
+
+SCALES: Mapping[str, int] = {} if module is None else module.SCALES
+"""Of each dtype of scales, and of "none"."""
+
+FLOATS: Mapping[torch.dtype, int] = {} if module is None else {getattr(torch, n): i for n, i in module.FLOATS.items()}
+"""Of each dtype of scores. Experts and matrices take those of at most 32 bits."""
+
+ACTIVATIONS: Mapping[str, int] = {} if module is None else module.ACTIVATIONS
+"""Of each kind of activation."""
+
+SCORES: Mapping[str, int] = {} if module is None else module.SCORES
+"""Of each way a router turns logits into scores."""
+
+LIMITS: Mapping[str, int] = {} if module is None else module.LIMITS
+"""What the engine takes at most: most_slots of a token, most_int8_columns, most_experts, most_scores, most_threads; and
+token_block, the most token rows that meet a range of weights before the next ones do."""
 
 
 def missing() -> str | None:
@@ -74,59 +100,48 @@ def missing() -> str | None:
 
 def reason(isa: Isa) -> str | None:
     """Why it cannot run here; None if it can."""
-    return missing() or (None if isa.runs_here else f"this processor lacks {isa.needs}")
+    return missing() or (None if isa.runs_here else f"this processor lacks {_listed(isa.missing)}")
 
 
-def is_watched() -> bool:
-    """Whether somebody is to see every operation, and so must not be handed results of none."""
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+def _listed(names: tuple[str, ...]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
-def differentiates(tensor: Tensor) -> bool:
-    """Whether what is computed of the tensor is recorded for a gradient, or forward-mode differentiation is on."""
-    return (torch.is_grad_enabled() and tensor.requires_grad) or forward_ad._current_level >= 0
+def engine() -> Any:
+    """The extension module, where `missing` has nothing to say."""
+    assert module is not None
+    return module
 
 
-def is_ordinary(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds its values as they are: not a subclass, not lazily negated."""
-    return type(tensor) in _ORDINARY and not tensor.is_neg()
-
-
-def empty(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-    """What `torch.empty` returns for a matrix, in half of its time."""
-    return torch.empty_strided((num_rows, num_columns), (num_columns, 1), dtype=dtype, device=device)
+def array(tensor: Tensor | None) -> Any:
+    """A tensor of floats whose rows are contiguous, as the engine takes it; None for None."""
+    if tensor is None:
+        return None
+    return engine().Array(tensor.data_ptr(), FLOATS[tensor.dtype], tensor.stride(0))
 
 
 def unreadable(tensor: Tensor) -> str | None:
     """Why the engine cannot read one tensor of numbers where it lies; None if it can."""
     if module is None:
         return missing()
-    if torch.compiler.is_compiling():
-        return "a graph that is traced is to see every operation"
     if not tensor.is_cpu:
         return f"it computes on the CPU, and its argument is on {tensor.device.type}"
-    if not is_ordinary(tensor):
-        return "it reads memory as it is, and its argument is of a subclass or stands for its negative"
-    if is_watched():
-        return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
-    return None
+    return no_memory(tensor)
 
 
-def fits(routing: Routing, num_experts: int) -> bool:
-    """Whether the engine found every id in -1..num_experts-1 and every weight that counts finite.
+def fits(expert_ids: Tensor, routing_weights: Tensor | None, num_experts: int) -> bool:
+    """Whether the engine found every id in -1..num_experts-1 and, where given, every weight that counts finite.
 
-    False also where it cannot look; `Routing.check` then says what is wrong, if anything is.
+    False also where it cannot look; what then looks at the values says what is wrong, if anything is.
     """
-    ids, weights = routing.expert_ids, routing.routing_weights
-    if unreadable(ids) is not None or not is_ordinary(weights) or num_experts > MOST_EXPERTS:
+    ids, weights = expert_ids, routing_weights
+    if unreadable(ids) is not None or num_experts > LIMITS["most_experts"] or not ids.is_contiguous():
         return False
-    if weights.dtype is not torch.float32 or not ids.is_contiguous() or not weights.is_contiguous():
+    if weights is not None and not (
+        weights.dtype is torch.float32 and weights.is_contiguous() and is_ordinary(weights)
+    ):
         return False
-    assert module is not None
-    lie = (ids.data_ptr(), ids.dtype is torch.int64, *ids.shape, num_experts)
-    found: bool = module.fits(lie, weights.data_ptr())
+    address = 0 if weights is None else weights.data_ptr()
+    found: bool = engine().fits(ids.data_ptr(), ids.dtype is torch.int64, *ids.shape, num_experts, address)
     return found

@@ -1,6 +1,7 @@
 """Routers, which make a Routing, and rewrites, which make another one of it."""
 
 from moestro.routing.change import routing_change
+from moestro.routing.groups import GroupLimit
 from moestro.routing.merge import merge_experts
 from moestro.routing.reports import DropReport, RoutingChange, RoutingCost
 from moestro.routing.rewrites import (
@@ -17,7 +18,7 @@ from moestro.routing.rewrites import (
 )
 from moestro.routing.routers import GroupLimitedRouter, TopKRouter
 from moestro.routing.scoring import PRESETS, Scoring
-from moestro.routing.selection import GroupLimit, route, weigh
+from moestro.routing.selection import route, weigh
 from moestro.routing.two_stage import TwoStageRouter, similar_groups
 
 __all__ = [

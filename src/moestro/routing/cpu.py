@@ -1,77 +1,96 @@
 """`route` in one call of the native engine, where no gradient is asked for and the scoring is one that it has.
 
-What it chooses and weighs is what `selection.route` computes in plain PyTorch, up to the rounding of float32: where
-scores that round to the same number are tied, the two may choose differently.
+What it chooses and weighs is what plain PyTorch computes, up to the rounding of float32: where scores that round to the
+same number are tied, the two may choose differently.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moestro.ops import _select, native, topk
+from moestro.ops import native
+from moestro.ops.dispatch import Prepared
+from moestro.ops.tensors import empty, no_gradient, rows
+from moestro.routing.groups import GroupLimit
 from moestro.routing.scoring import Scoring
 from moestro.types import Routing
 
-_SCORES = {"softmax": 0, "sigmoid": 1}
-_NO_GROUPS = (1, 1, 1, 0.0)
 
-_Numbers = tuple[int, bool, bool, float, float, float, float]
-_Groups = tuple[int, int, int, float]
-
-
-@functools.lru_cache(maxsize=256)
-def _numbers(scoring: Scoring) -> _Numbers | None:
-    """The scoring as the engine takes it, or None for one that it does not have."""
-    plain = scoring.score in _SCORES and scoring.logit_softcap is None and not scoring.shared_experts
-    if not plain or not isinstance(scoring.renormalize, bool):
-        return None
-    logits = scoring.select_on == "logits"
-    factors = (scoring.epsilon, scoring.floor, scoring.scale, scoring.logit_scale)
-    return (_SCORES[scoring.score], logits, scoring.renormalize, *factors)
-
-
-def route(
-    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups | None
-) -> Routing | None:
-    """The routing of logits [T, E] whose sizes fit, or None: then plain PyTorch computes it, or says what is wrong.
+def prepare(
+    plain: Callable[..., Routing],
+    logits: Tensor,
+    top_k: int,
+    scoring: Scoring,
+    correction: Tensor | None,
+    groups: GroupLimit | None,
+) -> Prepared | str:
+    """The call, or the reason why the engine has none.
 
     Args:
-        logits: [T, E], float32.
-        top_k: K.
-        scoring: how to choose and weigh.
-        correction: [E] or None.
-        groups: num_groups, top_groups, best and excluded of a `GroupLimit`, or None.
+        plain: `route` in plain PyTorch, for values that the engine leaves to it: masked experts, and NaN.
+        logits, top_k, scoring, correction, groups: as for `moestro.routing.route`.
     """
-    if torch.compiler.is_compiling():
-        return None
-    numbers = _numbers(scoring)
-    if numbers is None or not _readable(logits, top_k, correction):
-        return None
-    engine = native.module
-    assert engine is not None
-    logits = topk.cpu.rows(logits)
-    correction = None if correction is None else correction.to(torch.float32).contiguous()
-    num_tokens, num_experts = logits.shape
-    ids = native.empty(num_tokens, top_k, torch.int64)
-    weights = native.empty(num_tokens, top_k, torch.float32)
-    good = engine.route(
-        (logits.data_ptr(), 0, num_tokens, num_experts, logits.stride(0)),
-        top_k,
-        numbers,
-        0 if correction is None else correction.data_ptr(),
-        groups or _NO_GROUPS,
-        (ids.data_ptr(), weights.data_ptr()),
-        torch.get_num_threads(),
+    reason = why_unsupported(logits, scoring, correction)
+    if reason is not None:
+        return reason
+    engine, threads, router = native.engine(), torch.get_num_threads(), _router(scoring)
+    limit = None if groups is None else _limit(groups)
+
+    def compute(
+        logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
+    ) -> Routing:
+        given, bias = rows(logits), None if correction is None else correction.to(torch.float32).contiguous()
+        num_tokens, num_experts = given.shape
+        ids = empty(num_tokens, top_k, torch.int64)
+        weights = empty(num_tokens, top_k, torch.float32)
+        size, address = (num_tokens, num_experts, given.stride(0), top_k), 0 if bias is None else bias.data_ptr()
+        out = ids.data_ptr(), weights.data_ptr()
+        if engine.route(router, limit, given.data_ptr(), *size, address, *out, threads):
+            return Routing.unchecked(ids, weights, scoring.weight_on)
+        return plain(logits, top_k, scoring, correction, groups)
+
+    return Prepared("cpu-native", compute, threads=threads, values=(scoring, groups))
+
+
+def why_unsupported(logits: Tensor, scoring: Scoring, correction: Tensor | None) -> str | None:
+    """Why the engine cannot route these logits; None if it can."""
+    reason = native.unreadable(logits) or no_gradient(logits)
+    if reason is None and correction is not None:
+        reason = native.unreadable(correction)
+    if reason is not None:
+        return reason
+    if logits.dtype != torch.float32:
+        return f"it computes in float32, and logits are of {logits.dtype}"
+    if scoring.score not in native.SCORES:
+        return f"it has no score {scoring.score!r}"
+    for name, has in (
+        ("a soft-cap", scoring.logit_softcap is not None),
+        ("shared experts", scoring.shared_experts > 0),
+    ):
+        if has:
+            return f"it knows no scoring with {name}"
+    if not isinstance(scoring.renormalize, bool):
+        return f"it divides weights by their sum, and not by their {scoring.renormalize}-norm"
+    return None
+
+
+def _router(scoring: Scoring) -> Any:
+    """The scoring as the engine takes it."""
+    return native.engine().Router(
+        score=native.SCORES[scoring.score],
+        select_on_logits=scoring.select_on == "logits",
+        renormalize=scoring.renormalize,
+        epsilon=scoring.epsilon,
+        floor=scoring.floor,
+        scale=scoring.scale,
+        logit_scale=scoring.logit_scale,
     )
-    return Routing.unchecked(ids, weights, scoring.weight_on) if good else None
 
 
-def _readable(logits: Tensor, top_k: int, correction: Tensor | None) -> bool:
-    if logits.dtype != torch.float32 or native.differentiates(logits):
-        return False
-    if correction is not None and native.unreadable(correction) is not None:
-        return False
-    return _select.select("topk", logits, top_k).call is topk.cpu.topk
+def _limit(groups: GroupLimit) -> Any:
+    num_groups, top_groups, best, excluded = groups.sizes
+    return native.engine().Groups(num_groups=num_groups, top_groups=top_groups, best=best, excluded=excluded)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moestro.errors import invalid_input
+from moestro.routing.groups import GroupLimit
 from moestro.routing.scoring import Scoring
-from moestro.routing.selection import GroupLimit, route
+from moestro.routing.selection import route
 from moestro.types import Routing
 
 

@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moestro import settings
 from moestro.errors import invalid_input
-from moestro.ops import topk
+from moestro.ops import dispatch, gpu, topk
+from moestro.ops.tensors import call_key
 from moestro.routing import cpu, triton
+from moestro.routing.groups import GroupLimit
 from moestro.routing.scoring import Scoring, finish, prepare, score, score_selected
 from moestro.types import EMPTY, Routing
 
 # Below any real score, and far enough from the least float32 that the sum of several is finite.
 _LOW = -1e30
-
-
-@dataclass(frozen=True)
-class GroupLimit:
-    """Experts compete in groups first: only those of the best groups can be selected.
-
-    Group g holds the experts g * E / num_groups onwards. A group's score is the sum of its `best` best scores.
-
-    Attributes:
-        num_groups: how many groups; divides num_experts.
-        top_groups: how many of them a token may use.
-        best: 2 for DeepSeek-V3, 1 (the maximum) for DeepSeek-V2.
-        excluded: the score that experts of other groups get: -inf keeps them out. A few models have 0.0, which
-            beats an expert whose score plus correction bias is negative.
-
-    Raises:
-        InvalidInputError: a value is out of range.
-    """
-
-    num_groups: int
-    top_groups: int
-    best: int = 2
-    excluded: float = -torch.inf
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.top_groups <= self.num_groups and self.best >= 1 and self.excluded <= 0):
-            raise invalid_input(
-                "GroupLimit",
-                got=f"{self}",
-                needs="1 <= top_groups <= num_groups, best >= 1 and excluded <= 0",
-                fix="DeepSeek-V3 uses GroupLimit(num_groups=8, top_groups=4).",
-            )
-
-    @property
-    def sizes(self) -> tuple[int, int, int, float]:
-        """All four, as the native engine takes them."""
-        return self.num_groups, self.top_groups, self.best, self.excluded
-
-    def check(self, num_experts: int, top_k: int) -> None:
-        """Raises InvalidInputError unless E splits into the groups and the kept ones hold at least top_k experts."""
-        size, rest = divmod(num_experts, self.num_groups)
-        if rest or size * self.top_groups < top_k:
-            raise invalid_input(
-                "GroupLimit",
-                got=f"num_experts={num_experts} and top_k={top_k} with {self}",
-                needs="num_experts divisible by num_groups and top_k <= top_groups * num_experts / num_groups",
-                fix="Change num_groups, or raise top_groups.",
-            )
 
 
 def route(
@@ -96,11 +53,14 @@ def route(
     scoring = Scoring.of(scoring)
     _check_sizes(logits, top_k, scoring, correction, groups)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    sizes = None if groups is None else groups.sizes
-    routed = cpu.route(logits, top_k, scoring, correction, sizes) if logits.is_cpu else None
-    routed = routed or triton.route(logits, top_k, scoring, correction, sizes)
-    if routed is not None:
-        return routed
+    routing: Routing = dispatch.run(ROUTE, logits, top_k, scoring, correction, groups)
+    return routing.fits(logits.shape[-1])  # by construction
+
+
+def _plain(
+    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
+) -> Routing:
+    """`route` in plain PyTorch, by whichever implementation of top-k is chosen."""
     masked = check_values(logits, scoring)
     num_routed = logits.shape[-1] - scoring.shared_experts
     z = prepare(logits, scoring, masked)
@@ -142,7 +102,7 @@ def weigh(logits: Tensor, expert_ids: Tensor, scoring: str | Scoring = "softmax-
     empty = expert_ids == EMPTY
     ids = expert_ids.long().masked_fill(empty, 0)
     ranked = score(z, scoring) if scoring.select_on == "scores" else z
-    return _weighted(z, ranked, ids, empty, scoring)
+    return _weighted(z, ranked, ids, empty, scoring).fits(logits.shape[-1])
 
 
 def _weighted(z: Tensor, ranked: Tensor, ids: Tensor, empty: Tensor | None, scoring: Scoring) -> Routing:
@@ -234,3 +194,37 @@ def check_values(logits: Tensor, scoring: Scoring) -> Tensor | None:
             fix="Look for NaN or infinity in the router's input and weight.",
         )
     return logits == -torch.inf if low == -torch.inf else None
+
+
+def _call_key(
+    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
+) -> Hashable:
+    given = (logits,) if correction is None else (logits, correction)
+    tensors = call_key(*given)
+    if tensors is None:
+        return None
+    aligned = logits.is_cpu or gpu.aligned(*given)
+    # Numbers of values that the prepared call keeps alive, so that nothing else has them.
+    values = id(scoring), id(groups)
+    return "route", settings.current().implementation, torch.get_num_threads(), top_k, values, aligned, tensors
+
+
+def _prepare_plain(name: str, *arguments: Any) -> dispatch.Prepared:
+    return dispatch.Prepared(name, _plain, values=(arguments[2], arguments[4]))
+
+
+ROUTE = dispatch.register(
+    dispatch.Operation(
+        "route",
+        (
+            dispatch.Implementation("cpu-native", partial(cpu.prepare, _plain)),
+            dispatch.Implementation("triton", partial(triton.prepare, _plain)),
+            # What is forced here is the implementation of the top-k inside.
+            *(
+                dispatch.Implementation(name, partial(_prepare_plain, name))
+                for name in ("torch", "branchless", "reference")
+            ),
+        ),
+        _call_key,
+    )
+)

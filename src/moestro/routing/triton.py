@@ -1,6 +1,6 @@
 """`route` in one launch on a GPU, where no gradient is asked for: any scoring, and its assertions on values.
 
-What it chooses and weighs is what `selection.route` computes in plain PyTorch, up to the rounding of float32: where
+What it chooses and weighs is what plain PyTorch computes, up to the rounding of float32: where
 scores that round to the same number are tied, the two may choose differently.
 """
 
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from moestro.ops import _select, gpu, native, topk
+from moestro.ops import gpu
+from moestro.ops.dispatch import Prepared
 from moestro.ops.gpu_checks import ASSERTING
+from moestro.ops.tensors import empty, rows
 from moestro.ops.topk import tuning
+from moestro.routing.groups import GroupLimit
 from moestro.routing.scoring import Scoring
 from moestro.types import Routing
 
@@ -31,44 +34,73 @@ def _kernels() -> ModuleType:
     return importlib.import_module("moestro.routing.triton_kernels")
 
 
-def route(
-    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups | None
-) -> Routing | None:
-    """The routing of logits [T, E] whose sizes fit, or None: then plain PyTorch computes it, or says what is wrong.
-
-    A value that no router takes is an assertion on the device.
+def prepare(
+    plain: Callable[..., Routing],
+    logits: Tensor,
+    top_k: int,
+    scoring: Scoring,
+    correction: Tensor | None,
+    groups: GroupLimit | None,
+) -> Prepared | str:
+    """The launch, or the reason why there is none. A value that no router takes is an assertion on the device.
 
     Args:
-        logits: [T, E], float32; with scoring.shared_experts S, [T, E + S].
-        top_k: K.
-        scoring: how to choose and weigh.
-        correction: [E] or None.
-        groups: num_groups, top_groups, best and excluded of a `GroupLimit`, or None.
+        plain: `route` in plain PyTorch, which says what is wrong with values in the interpreter, where nothing is
+            asserted.
+        logits, top_k, scoring, correction, groups: as for `moestro.routing.route`.
     """
-    limits = _NO_GROUPS if groups is None or groups[0] == 1 else groups
-    if not _fits(logits, top_k, scoring, correction, limits):
-        return None
-    return launch(logits, top_k, scoring, correction, limits)
-
-
-def launch(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, limits: _Groups) -> Routing:
-    """`route` of arguments that fit."""
-    logits = topk.cpu.rows(logits)
-    correction = None if correction is None else correction.contiguous()
+    limits = _NO_GROUPS if groups is None or groups.num_groups == 1 else groups.sizes
+    reason = why_unsupported(logits, top_k, scoring, correction, limits)
+    if reason is not None:
+        return reason
     num_tokens, num_columns = logits.shape
     slots = top_k + scoring.shared_experts
-    ids = native.empty(num_tokens, slots, torch.int64, logits.device)
-    weights = native.empty(num_tokens, slots, torch.float32, logits.device)
-    if num_tokens:
-        stride = logits.stride(0)
-        given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
-        call, block_t, numbers = _launch(scoring, num_columns, top_k, limits, given)
-        with gpu.on(logits):
-            call(-(-num_tokens // block_t), logits, correction, ids, weights, num_tokens, stride, *numbers)
-    return Routing.unchecked(ids, weights, scoring.weight_on)
+    stride = logits.stride(0) if logits.stride(1) == 1 else num_columns
+    given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
+    launch, block_t, numbers = _launch(scoring, num_columns, top_k, limits, given)
+
+    def compute(
+        logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
+    ) -> Routing:
+        if logits.is_cpu and not _good(logits, scoring, correction):
+            return plain(logits, top_k, scoring, correction, groups)
+        logits = rows(logits)
+        correction = None if correction is None else correction.contiguous()
+        ids = empty(num_tokens, slots, torch.int64, logits.device)
+        weights = empty(num_tokens, slots, torch.float32, logits.device)
+        if num_tokens:
+            with gpu.on(logits):
+                launch(-(-num_tokens // block_t), logits, correction, ids, weights, num_tokens, stride, *numbers)
+        return Routing.unchecked(ids, weights, scoring.weight_on)
+
+    return Prepared("triton", compute, values=(scoring, groups))
 
 
-@functools.lru_cache(maxsize=256)
+def why_unsupported(
+    logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, limits: _Groups
+) -> str | None:
+    """Why the kernel cannot route these logits; None if it can."""
+    reason = gpu.unreadable(logits)
+    if reason is None and correction is not None:
+        reason = gpu.unreadable(correction)
+        if correction.device != logits.device:
+            reason = f"it reads one device, and the correction bias is on {correction.device}"
+    if reason is not None:
+        return reason
+    if logits.dtype != torch.float32:
+        return f"it computes in float32, and logits are of {logits.dtype}"
+    if scoring.score not in _SCORES:
+        return f"it has no score {scoring.score!r}"
+    if logits.shape[-1] > tuning.MOST_EXPERTS:
+        return f"a program holds at most {tuning.MOST_EXPERTS} scores of a token, not {logits.shape[-1]}"
+    slots = top_k + scoring.shared_experts
+    if slots > tuning.MOST_TAKEN:
+        return f"it takes one score after another, at most {tuning.MOST_TAKEN}, not {slots}"
+    if scoring.shared_experts and (limits[0] > 1 or scoring.score == "sparsemixer"):
+        return "it knows shared experts neither in groups nor with the score 'sparsemixer'"
+    return None
+
+
 def _launch(
     scoring: Scoring, num_columns: int, top_k: int, limits: _Groups, given: tuple[Hashable, ...]
 ) -> tuple[gpu.Launch, int, tuple[float, ...]]:
@@ -125,19 +157,6 @@ def _values(
         "BLOCK_K": tuning.power_of_two(top_k + scoring.shared_experts),
     }
     return tuple(values.items()), block_t, warps
-
-
-def _fits(logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: _Groups) -> bool:
-    if torch.compiler.is_compiling() or logits.dtype != torch.float32 or native.differentiates(logits):
-        return False
-    if _select.select("topk", logits, top_k).call is not topk.triton.topk:
-        return False
-    shared = scoring.shared_experts
-    if top_k + shared > tuning.MOST_TAKEN or (shared and (groups[0] > 1 or scoring.score == "sparsemixer")):
-        return False
-    if correction is not None and (correction.device != logits.device or gpu.unreadable(correction) is not None):
-        return False
-    return not logits.is_cpu or _good(logits, scoring, correction)
 
 
 def _good(logits: Tensor, scoring: Scoring, correction: Tensor | None) -> bool:

@@ -1,81 +1,144 @@
-"""The native engine's side of Python: which arguments it takes, and how their memory is described to it."""
+"""expert_mlp in the native engine: which arguments an instruction set takes, and the call prepared for them."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Collection, Iterator
-from itertools import chain
-from typing import overload
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moestro.formats import SplitTensor
 from moestro.ops import native
+from moestro.ops.dispatch import KernelUse, Prepared
 from moestro.ops.expert_mlp import crossover
-from moestro.ops.expert_mlp.described import Description, described
-from moestro.types import EMPTY, Activation, Routing
+from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable
+from moestro.ops.expert_mlp.tuning import named_strategy
+from moestro.ops.tensors import PYTHON_FUNCTION, no_extent, no_gradient, no_memory
+from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
-_FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_KINDS = {"silu": 0, "gelu": 1, "gelu-tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5, "tanh": 6, "identity": 7}
-_NONE = (0, 0, 0)
-_INTEGERS = {"int8", "e2m1", "int4", "uint4"}
-_MOST_SLOTS = 256
-_MOST_ROUNDED_COLUMNS = 1 << 17
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _PIECES = contextvars.ContextVar("pieces", default=0)
-TOKEN_BLOCK = 96
-"""Token rows that meet a range of weights before the next rows do; "blockwise-N" sets fewer."""
 
 
-def supports(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    """None, or the sentence why the engine cannot compute this with this instruction set."""
-    reason = native.reason(isa) or _no_memory(x)
+def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
+    """The call on this instruction set, or the reason why there is none."""
+    reason = why_unsupported(isa, x, routing, weights)
     if reason is not None:
         return reason
-    stored = _descriptions(weights, _used(routing.expert_ids, weights))
+    name, block, _ = named_strategy(strategy)
+    threads, token_block = torch.get_num_threads(), block or native.LIMITS["token_block"]
+    walk = "all_experts" if name == "all_experts" else "grouped"
+    pieces = _PIECES.get()
+
+    def handle_of(biases: tuple[Tensor | None, Tensor | None]) -> Any:
+        return _handle(isa, x, routing, weights, biases, (walk == "all_experts", token_block, pieces))
+
+    biases = weights.gate_up_bias, weights.down_bias
+    copied = any(b is not None and b.stride(-1) != 1 for b in biases)
+    handle = handle_of(_rows_of(biases))
+
+    def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+        ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        held = _rows_of((weights.gate_up_bias, weights.down_bias)) if copied else None
+        call = handle if held is None else handle_of(held)
+        call.run(threads, rows.shape[0], rows.data_ptr(), rows.stride(0), ids.data_ptr(), w.data_ptr(), out.data_ptr())
+        return out
+
+    def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
+        ids = routing.expert_ids.contiguous()
+        uses = handle.plan(threads, x.shape[0], ids.data_ptr())
+        return tuple(KernelUse(use.projection, use.kernel, use.units, use.rows) for use in uses)
+
+    return Prepared(
+        f"cpu-{isa.name}",
+        compute,
+        walk,
+        _why(walk, token_block),
+        threads,
+        handle.workspace_bytes(x.shape[0]),
+        kernels,
+        routed_only=walk == "grouped",
+    )
+
+
+def _why(walk: str, token_block: int) -> str:
+    if walk == "all_experts":
+        return "asked for: every expert on every token"
+    return f"the engine's one walk: an expert's weights are read once for each {token_block} of its rows"
+
+
+def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Why the engine cannot compute this with this instruction set; None if it can."""
     return (
-        _no_tensors(x, routing, weights, stored)
-        or _no_layer(routing, weights, stored)
-        or _no_rows(isa, weights)
-        or _dtype(isa, x, weights)
+        native.reason(isa)
+        or (None if x.is_cpu else f"it computes on the CPU, and x is on {x.device.type}")
+        or _wrong_tensors(x, routing, weights)
+        or _wrong_layer(routing, weights)
+        or _wrong_input_format(isa, weights)
+        or _wrong_dtype(isa, x, weights)
         or crossover.reason(isa, x, routing, weights)
     )
 
 
-def excludes(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
-    """What `supports` refuses, as far as a look at x and the processor tells."""
-    kinds = {"float": isa.multiplies_floats, "int8": isa.multiplies_integers}
-    rows = kinds.get(weights.input_format, False)
-    return not (isa.runs_here and rows and x.is_cpu) or (isa.multiplies_bfloat16 and x.dtype is not torch.bfloat16)
-
-
-def takes_pairs(name: str, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether under the implementation of this name rows of x, but those in tiles, become pairs of 8-bit integers."""
+def takes_int8_residual(name: str, x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether this implementation makes two rows of int8 of a row of x, if it stands in no tile."""
     isa = next((isa for isa in native.ISAS if name == f"cpu-{isa.name}"), native.ABSENT)
     elements = {weights.gate_up.format.element, weights.down.format.element}
     columns = max(weights.hidden_size, weights.intermediate_size)
     if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
         return False
-    return isa.multiplies_pairs and elements <= _INTEGERS and columns <= _MOST_ROUNDED_COLUMNS
+    integers = elements <= set(native.INTEGERS)
+    return isa.multiplies_int8_residual and integers and columns <= native.LIMITS["most_int8_columns"]
 
 
-def _no_rows(isa: native.Isa, weights: ExpertWeights) -> str | None:
-    if weights.input_format == "float":
-        return None if isa.multiplies_floats else "it multiplies rows as int8 only, and these are to stay floats"
-    if weights.input_format != "int8":
-        return f"it multiplies rows of floats or int8, and these are to be rounded to {weights.input_format}"
-    if not isa.multiplies_integers:
-        return "it multiplies rows of floats only, and these are to be rounded to int8"
-    columns = max(weights.hidden_size, weights.intermediate_size)
-    if columns > _MOST_ROUNDED_COLUMNS:
-        return f"it adds products of int8 in 32 bits, {_MOST_ROUNDED_COLUMNS} of a row at most, and here are {columns}"
+def _wrong_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
+    floats = (x, routing.routing_weights, *biases)
+    reason = no_memory(*floats, routing.expert_ids, *weights.tensors)
+    if reason is not None:
+        return reason
+    for t in floats:
+        if t.dtype not in _FLOATS:
+            return f"it computes in float32, and a tensor is of {t.dtype}"
+    return no_gradient(*floats, *weights.tensors) or no_extent(x, routing.expert_ids, routing.routing_weights, *biases)
+
+
+def _wrong_layer(routing: Routing, weights: ExpertWeights) -> str | None:
+    if weights.activation.kind == "custom" or weights.output_norm is not None:
+        return PYTHON_FUNCTION
+    if weights.activation.kind not in native.ACTIVATIONS:
+        return f"it has no activation {weights.activation.kind!r}"
+    if routing.top_k > native.LIMITS["most_slots"]:
+        return f"it takes at most {native.LIMITS['most_slots']} slots a token, not {routing.top_k}"
+    if weights.num_experts >= native.LIMITS["most_experts"]:
+        return f"it takes fewer than {native.LIMITS['most_experts']} experts, not {weights.num_experts}"
+    for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+        reason = why_unreadable(stored)
+        if reason is not None:
+            return reason.format(name=name)
     return None
 
 
-def _dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
+def _wrong_input_format(isa: native.Isa, weights: ExpertWeights) -> str | None:
+    if weights.input_format == "float":
+        return None if isa.multiplies_floats else "it multiplies int8 inputs only, and these are to stay floats"
+    if weights.input_format != "int8":
+        return f"it multiplies inputs of floats or int8, and these are to be rounded to {weights.input_format}"
+    if not isa.multiplies_int8:
+        return "it multiplies inputs of floats only, and these are to be rounded to int8"
+    columns, most = max(weights.hidden_size, weights.intermediate_size), native.LIMITS["most_int8_columns"]
+    if columns > most:
+        return f"it adds products of int8 in 32 bits, {most} of a row at most, and here are {columns}"
+    return None
+
+
+def _wrong_dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
     if not isa.multiplies_bfloat16:
         return None
     if x.dtype != torch.bfloat16:
@@ -83,10 +146,10 @@ def _dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | None:
     for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
         if form.is_dense and form.storage != torch.bfloat16:
             return f"it multiplies bfloat16, and {name} is stored as {form.name}"
-    return _no_tiles(weights)
+    return _wrong_tiles(weights)
 
 
-def _no_tiles(weights: ExpertWeights) -> str | None:
+def _wrong_tiles(weights: ExpertWeights) -> str | None:
     activation = weights.activation
     halves = 2 if activation.gated and not activation.interleaved else 1
     for name, stored, most in (("gate_up", weights.gate_up, halves), ("down", weights.down, 1)):
@@ -95,71 +158,35 @@ def _no_tiles(weights: ExpertWeights) -> str | None:
     return None
 
 
-def _no_memory(x: Tensor) -> str | None:
-    if not x.is_cpu:
-        return f"it computes on the CPU, and x is on {x.device.type}"
-    if native.is_watched():
-        return "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
-    return None
-
-
-def _no_tensors(
-    x: Tensor, routing: Routing, weights: ExpertWeights, stored: tuple[Description, Description]
-) -> str | None:
-    values = [x, routing.routing_weights]
-    values += [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
-    ordinary = stored[0].is_ordinary and stored[1].is_ordinary and native.is_ordinary(routing.expert_ids)
-    if not ordinary or not all(map(native.is_ordinary, values)):
-        return "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
-    for t in values:
-        if t.dtype not in _FLOATS:
-            return f"it computes in float32, and a tensor is of {t.dtype}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *weights.tensors)):
-        return "it computes no gradients, and a tensor requires one"
-    if forward_ad._current_level >= 0:
-        return "it computes no gradients, and forward-mode differentiation is on"
-    return None
-
-
-def _no_layer(routing: Routing, weights: ExpertWeights, stored: tuple[Description, Description]) -> str | None:
-    if weights.activation.kind == "custom" or weights.output_norm is not None:
-        return "it cannot call a Python function, and the activation or the output norm is one"
-    if routing.top_k > _MOST_SLOTS:
-        return f"it takes at most {_MOST_SLOTS} slots a token, not {routing.top_k}"
-    for name, description in zip(("gate_up", "down"), stored, strict=True):
-        if description.reason is not None:
-            return description.reason.format(name=name)
-    return None
-
-
-def run(
-    isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]
-) -> Tensor:
-    """`expert_mlp` for arguments that `supports` has passed."""
-    engine = native.module
-    assert engine is not None
-    x = _rows(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
-    biases = _rows(weights.gate_up_bias), _rows(weights.down_bias)
-    name, block = strategy
-    all_experts = name == "all_experts"
-    gate_up, down = _descriptions(weights, _used(ids, weights, all_experts))
-    engine.expert_mlp(
-        isa.index,
-        torch.get_num_threads(),
-        (all_experts, block or TOKEN_BLOCK, torch.are_deterministic_algorithms_enabled(), _PIECES.get()),
-        (x.shape[0], routing.top_k, weights.num_experts),
-        (x.data_ptr(), _FLOATS[x.dtype], x.stride(0)),
-        (ids.data_ptr(), ids.dtype == torch.int64, w.data_ptr(), routing.weight_on == "input"),
-        gate_up.handle,
-        down.handle,
-        (_bias(biases[0]), _bias(biases[1])),
-        _activation(weights.activation),
-        (out.data_ptr(), _FLOATS[x.dtype]),
-        weights.input_format == "int8",
+def _handle(
+    isa: native.Isa,
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    biases: tuple[Tensor | None, Tensor | None],
+    walk: tuple[bool, int, int],
+) -> Any:
+    engine, dtype = native.engine(), native.FLOATS[x.dtype]
+    all_experts, token_block, pieces = walk
+    return engine.ExpertMlp(
+        isa=isa.index,
+        gate_up=stored_handle(weights.gate_up),
+        down=stored_handle(weights.down),
+        gate_up_bias=native.array(biases[0]),
+        down_bias=native.array(biases[1]),
+        activation=_activation(weights.activation),
+        num_experts=weights.num_experts,
+        top_k=routing.top_k,
+        x_dtype=dtype,
+        out_dtype=dtype,
+        ids_are_64_bit=routing.expert_ids.dtype == torch.int64,
+        weight_on_input=routing.weight_on == "input",
+        int8_input=weights.input_format == "int8",
+        all_experts=all_experts,
+        same_bits=torch.are_deterministic_algorithms_enabled(),
+        token_block=token_block,
+        pieces=pieces,
     )
-    return out
 
 
 @contextlib.contextmanager
@@ -175,32 +202,12 @@ def cut_into(pieces: int) -> Iterator[None]:
         _PIECES.reset(token)
 
 
-def _activation(a: Activation) -> tuple[int, bool, bool, bool, float, float, float]:
-    limit = 0.0 if a.limit is None else a.limit
-    return _KINDS[a.kind], a.gated, a.interleaved, a.limit is not None, a.alpha, limit, a.up_offset
+def _activation(a: Activation) -> Any:
+    kind = native.ACTIVATIONS[a.kind]
+    return native.engine().Activation(kind, a.gated, a.interleaved, a.alpha, a.limit, a.up_offset)
 
 
-@overload
-def _rows(t: Tensor) -> Tensor: ...
-@overload
-def _rows(t: None) -> None: ...
-def _rows(t: Tensor | None) -> Tensor | None:
-    """The tensor, copied only if its last dimension is not contiguous; rows may be apart."""
-    return t if t is None or t.stride(-1) == 1 else t.contiguous()
-
-
-def _bias(bias: Tensor | None) -> tuple[int, int, int]:
-    if bias is None:
-        return _NONE
-    return bias.data_ptr(), _FLOATS[bias.dtype], bias.stride(0)
-
-
-def _used(ids: Tensor, weights: ExpertWeights, all_experts: bool = False) -> Collection[int]:
-    """The experts that are read, where that matters: those that `ids` name, or all."""
-    if not isinstance(weights.gate_up, SplitTensor) and not isinstance(weights.down, SplitTensor):
-        return ()
-    return range(weights.num_experts) if all_experts else set(chain.from_iterable(ids.tolist())) - {EMPTY}
-
-
-def _descriptions(weights: ExpertWeights, used: Collection[int]) -> tuple[Description, Description]:
-    return described(weights.gate_up, used), described(weights.down, used)
+def _rows_of(biases: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """The biases, copied only if the last dimension is not contiguous; rows may be apart."""
+    first, last = (b if b is None or b.stride(-1) == 1 else b.contiguous() for b in biases)
+    return first, last

@@ -6,6 +6,7 @@ the node is `moestro.ops.expert_mlp.run` all the same, so settings and strategie
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import expert_mlp_backward
-from moestro.ops.expert_mlp.triton_known import Place
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights, Layout
 
@@ -65,12 +65,12 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
 
 
 def stays_on_device(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
-    """Whether Triton's kernels, which read no ids on the host, will compute this: what `triton.supports` will say."""
+    """Whether Triton's kernels, which read no ids on the host, will compute this: what `triton.prepare` will say."""
     if settings.current().implementation not in (None, gpu.IMPLEMENTATION):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
         return False
-    return gpu.runs_on(x.device.type, x.device.index) and triton.untaken(x, routing, weights) is None
+    return gpu.runs_on(x.device.type, x.device.index) and triton.why_unsupported(x, routing, weights) is None
 
 
 _TRAINED = frozenset(f"{a.name}|{b.name}" for a in DENSE_FORMATS for b in DENSE_FORMATS)
@@ -112,11 +112,14 @@ def write_layout(stored: StoredExperts) -> str:
     return f"{form.name}/{len(stored.matrices[0])}" if isinstance(stored, SplitTensor) else form.name
 
 
+@functools.cache
 def read_layout(text: str) -> Layout:
     """The `Layout` that `write_layout` wrote."""
     name, _, num_blocks = text.partition("/")
     return Layout(formats.find_format(name), int(num_blocks or 0))
 
+
+_decode = functools.cache(Activation.decode)
 
 _READS_IDS = (torch.Tag.cudagraph_unsafe,)
 """The walks read the ids on the host, which a captured CUDA graph cannot."""
@@ -132,7 +135,7 @@ def _weights(
     first, last, *rows = layout.split("|")
     stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
     input_format: Any = rows[0] if rows else "float"
-    return ExpertWeights(*stored, *biases, Activation.decode(activation), input_format=input_format)
+    return ExpertWeights(*stored, *biases, _decode(activation), input_format=input_format)
 
 
 def _expert_mlp_node(
@@ -151,7 +154,7 @@ def _expert_mlp_node(
     from moestro.ops.expert_mlp import run
 
     weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
-    return run(x, Routing(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
+    return run(x, Routing.unchecked(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
 
 
 def _on_device_node(
@@ -167,27 +170,19 @@ def _on_device_node(
     layout: str,
     strategy: str,
 ) -> Tensor:
-    from moestro.ops.expert_mlp import run_any
+    from moestro.ops.expert_mlp import run
 
-    biases = gate_up_bias, down_bias
+    weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
     routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
-    tensors = (*gate_up, *down, *[b for b in biases if b is not None])
-    place = Place(tensors, (activation, layout, gate_up_bias is None, down_bias is None))
-    call = place.find(x, routing, strategy)
-    if call is not None:
-        return call.compute(x, expert_ids, routing_weights)
-    weights = _weights(gate_up, down, biases, (activation, layout))
-    reason = triton.supports(x, routing, weights) if gpu.is_captured(x) else None
-    if reason is not None:
+    found = triton.prepare(x, routing, weights, strategy) if gpu.is_captured(x) else None
+    if isinstance(found, str):
         raise unsupported(
             "expert_mlp",
             got="a CUDA graph that is captured, and a call of its that the triton implementation cannot run",
-            needs=f"one that it can: {reason}",
+            needs=f"one that it can: {found}",
             fix="Change what the sentence names, or leave the layer out of the graph.",
         )
-    y = run_any(x, routing, weights, strategy)
-    place.keep(x, routing, weights, strategy)
-    return y
+    return run(x, routing, weights, strategy)
 
 
 def _like_x(x: Tensor, *args: Any) -> Tensor:

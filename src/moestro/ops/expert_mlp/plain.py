@@ -5,23 +5,93 @@ Differentiable when any input requires a gradient; otherwise buffers are reused 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moestro import formats, machine
 from moestro.formats import StoredExperts
+from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import grouping
+from moestro.ops.dispatch import Prepared
 from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
 from moestro.ops.expert_mlp.rounded import rounded_spans
 from moestro.ops.expert_mlp.stored import recorded, stored_spans
-from moestro.ops.expert_mlp.tuning import ACCUMULATE_BYTES, batch_rows, choose_ways, compute_dtype, dense_stack
+from moestro.ops.expert_mlp.tuning import (
+    ACCUMULATE_BYTES,
+    batch_rows,
+    choose_ways,
+    compute_dtype,
+    dense_stack,
+    resolve_strategy,
+)
+from moestro.ops.grouping.tuning import choose_block_size
+from moestro.ops.tensors import differentiates
 from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
+
+
+def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
+    """The call in plain torch, or the reason why there is none."""
+    reason = why_unsupported(x, routing, weights)
+    if reason is not None:
+        return reason
+    choice, block_size = resolve_strategy(strategy, routing.expert_ids.numel(), weights.num_experts)
+    walk = _WALKS.get(choice.strategy)
+    if walk is None:
+        size = block_size or measured_block_size(x, routing, weights)
+        walk = functools.partial(blockwise, block_size=size)
+    chosen: Walk = nothing if routing.expert_ids.numel() == 0 else walk
+    widened = weights.input_format != "float" and x.dtype in (torch.bfloat16, torch.float16)
+
+    def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+        y = chosen(x.float() if widened else x, routing, weights)
+        return y.to(x.dtype)
+
+    return Prepared("torch", without_autocast(x, compute), choice.strategy, choice.reason)
+
+
+def without_autocast(x: Tensor, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same outside autocast: the dtypes of x and the weights say what is computed in."""
+    kind = x.device.type
+
+    def called(*arguments: Any) -> Tensor:
+        if not torch.is_autocast_enabled(kind):
+            return compute(*arguments)
+        with torch.autocast(kind, enabled=False):
+            return compute(*arguments)
+
+    return called
+
+
+def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """Why plain torch, or the reference, cannot compute this; None if it can."""
+    for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+        form = stored.format
+        if form not in DENSE_FORMATS:
+            if formats.FORMATS.get(form.name) != form:
+                return f"it reads the formats of moestro.formats.FORMATS, and {name} is stored as {form.name}"
+            if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
+                return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
+    if weights.input_format != "float" and differentiates(x, routing.routing_weights, *weights.tensors):
+        return (
+            f"inputs rounded to {weights.input_format} have no gradient, and a tensor requires one: "
+            "call it under torch.no_grad()"
+        )
+    return "meta tensors hold no values to compute with" if x.device.type == "meta" else None
+
+
+def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> int:
+    """The block size for this shape on this machine, from its measured roof (about a second, once a process)."""
+    roof = machine.roof(x.dtype, x.device.type)
+    bytes_per_weight = weights.gate_up.format.bits / 8
+    return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance, bytes_per_weight)
 
 
 class Batch(NamedTuple):
@@ -158,7 +228,7 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
     if routing.weight_on == "input":
         slot_weights = torch.ones_like(slot_weights)
     elif not places.complete:
-        slot_weights = slot_weights.masked_fill(routing.expert_ids < 0, 0.0)
+        slot_weights = slot_weights.masked_fill(places.of_pairs >= num_rows, 0.0)
     if records(x, routing, weights):
         parts = [*_recorded(batches, weights, dtype), x.new_zeros(1, x.shape[1], dtype=dtype)]
         return (torch.cat(parts)[places.of_pairs] * slot_weights[..., None]).sum(1).to(x.dtype)
@@ -257,7 +327,7 @@ def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     flat_ids = routing.expert_ids.reshape(-1).tolist()
     pairs_of: dict[int, list[int]] = {}
     for pair, e in enumerate(flat_ids):
-        if e >= 0:
+        if 0 <= e < weights.num_experts:
             pairs_of.setdefault(e, []).append(pair)
     pairs: list[int] = []
     spans: list[Span] = []
@@ -330,3 +400,7 @@ def _everyone(x: Tensor, hit: Tensor, routing: Routing, weights: ExpertWeights, 
     (tokens,) = hit.nonzero(as_tuple=True)
     z = differentiable_rows(x[tokens], weights, e)
     return z.new_zeros(x.shape).index_copy(0, tokens, z)
+
+
+Walk = Callable[[Tensor, Routing, ExpertWeights], Tensor]
+_WALKS: dict[str, Walk] = {"selective": selective, "grouped": grouped, "all_experts": all_experts}

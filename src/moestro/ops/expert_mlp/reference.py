@@ -1,5 +1,27 @@
-"""What the primitive must compute: re-exported from the one specification."""
+"""What expert_mlp must compute: the one specification, as an implementation."""
 
-from moestro.reference import activate, expert_mlp, one_expert
+from __future__ import annotations
 
-__all__ = ["activate", "expert_mlp", "one_expert"]
+from torch import Tensor
+
+from moestro.ops.dispatch import Prepared
+from moestro.ops.expert_mlp.plain import why_unsupported, without_autocast
+from moestro.ops.expert_mlp.tuning import named_strategy
+from moestro.reference import expert_mlp
+from moestro.types import Routing
+from moestro.weights import ExpertWeights
+
+__all__ = ["expert_mlp", "prepare"]
+
+
+def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
+    """The call of the reference, or the reason why there is none."""
+    reason = why_unsupported(x, routing, weights)
+    if reason is not None:
+        return reason
+    named_strategy(strategy)  # the reference has one walk, and refuses names that are none
+
+    def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+        return expert_mlp(x, routing, weights).to(x.dtype)
+
+    return Prepared("reference", without_autocast(x, compute))

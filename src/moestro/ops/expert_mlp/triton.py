@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Hashable
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from moestro import formats
-from moestro.errors import unsupported
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import gpu
-from moestro.ops.expert_mlp import triton_known, triton_tuned, triton_tuning
+from moestro.ops.dispatch import KernelUse, Prepared
+from moestro.ops.expert_mlp import triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
+from moestro.ops.expert_mlp.tuning import named_strategy
 from moestro.ops.grouping import tuning as grouping_tuning
+from moestro.ops.tensors import PYTHON_FUNCTION
 from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from moestro.ops.expert_mlp.triton_work import Work
 
 _ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,24 +34,59 @@ def _launches() -> ModuleType:
     return importlib.import_module("moestro.ops.expert_mlp.triton_launch")
 
 
-def supports(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    """None, or the sentence why these kernels cannot compute this."""
-    return (
+def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
+    """The call on a GPU, or the reason why there is none."""
+    name, block, by = named_strategy(strategy)
+    reason = (
         gpu.unusable(x)
-        or untaken(x, routing, weights)
+        or why_unsupported(x, routing, weights)
         or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
     )
+    if reason is None and name == "all_experts" and routing.weight_on == "input":
+        reason = 'it weights the output where every expert computes every token, and weight_on is "input"'
+    if reason is not None:
+        return reason
+    every = name == "all_experts"
+    shaped = _shape_of_every(routing, weights.num_experts) if every else routing
+    how = plan(x, shaped, weights, (name, block))
+    dtype = compute_dtype(x, weights)
+    launches = _launches().prepared(how, dtype)
+
+    def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+        with gpu.on(x):
+            if not every:
+                return cast(Tensor, launches(x, routing, weights))
+            whole, slots = every_expert(routing, weights.num_experts)
+            return cast(Tensor, launches(x, whole, weights, slots))
+
+    def work(x: Tensor, weights: ExpertWeights) -> Work | None:
+        if not (x.numel() and shaped.expert_ids.numel() and weights.num_experts):
+            return None
+        return cast("Work", _launches().work(x, shaped, weights, how, dtype))
+
+    def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
+        found = work(x, weights)
+        return () if found is None else found.uses()
+
+    walk = name if every else how.strategy
+    return Prepared(gpu.IMPLEMENTATION, compute, walk, f"{by}; {how}" if by else str(how), kernels=kernels)
 
 
-def untaken(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """Why these kernels have no such layer, on whatever device they run; None if they do. A tracer follows this."""
     return _no_layer(weights) or _no_rows(x, weights) or _no_dtype(x, routing, weights)
+
+
+def _shape_of_every(routing: Routing, num_experts: int) -> Routing:
+    """A routing of the shape and dtypes that `every_expert` makes."""
+    shape, ids = (routing.num_tokens, num_experts), routing.expert_ids
+    return Routing.unchecked(ids.new_empty(shape), routing.routing_weights.new_empty(shape), "output")
 
 
 def _no_layer(weights: ExpertWeights) -> str | None:
     """Why these kernels have no layer like this; None if they do."""
     if weights.activation.kind == "custom" or weights.output_norm is not None:
-        return "it cannot call a Python function, and the activation or the output norm is one"
+        return PYTHON_FUNCTION
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
@@ -111,15 +151,9 @@ def _no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None
 
 
 def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Plan:
-    """How these arguments are computed.
-
-    Raises:
-        UnsupportedError: "all_experts" with weights on the input.
-    """
+    """How these arguments are computed."""
     invariant = torch.are_deterministic_algorithms_enabled()
-    asked = problem(x, routing, weights)
-    tuned = None if invariant or strategy != ("auto", None) else triton_tuned.find(asked, x.device)
-    return tuned or triton_tuning.choose(asked, gpu.device_of(x), strategy, invariant)
+    return triton_tuning.choose(problem(x, routing, weights), gpu.device_of(x), strategy, invariant)
 
 
 def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
@@ -149,62 +183,11 @@ def _computed_in(x: Tensor, stored: WeightFormat) -> torch.dtype:
     return torch.promote_types(x.dtype, stored.storage) if stored.is_dense else x.dtype
 
 
-def again(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor | None:
-    """`expert_mlp` for arguments like others that these kernels have computed; None for any that are not known."""
-    call = triton_known.find(x, routing, weights, strategy)
-    return None if call is None else call.compute(x, routing.expert_ids, routing.routing_weights)
-
-
-def run(
-    x: Tensor,
-    routing: Routing,
-    weights: ExpertWeights,
-    strategy: tuple[str, int | None],
-    facts: Hashable = None,
-) -> Tensor:
-    """`expert_mlp` for arguments that `supports` has passed.
-
-    Args:
-        x, routing, weights: as for `moestro.expert_mlp`.
-        strategy: name and block size.
-        facts: of this call; where given, `again` knows it from now on.
-
-    Raises:
-        UnsupportedError: "all_experts" with weights on the input.
-    """
-    if strategy[0] == "all_experts":
-        every, slots = every_expert(routing, weights.num_experts)
-        with gpu.on(x):
-            return launch(x, every, weights, plan(x, every, weights, strategy), slots)
-    with gpu.on(x):
-        how = plan(x, routing, weights, strategy)
-        y = launch(x, routing, weights, how)
-    if facts is not None:
-        call = _launches().known(x, routing, weights, how, compute_dtype(x, weights))
-        if call is not None:
-            triton_known.layer_of(weights).keep(facts, call)
-    return y
-
-
-def launch(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, slots: Tensor | None = None) -> Tensor:
-    """`expert_mlp` by a given plan; where `slots` [T, K] is given, those that are -1 in it are left out of the sums."""
-    y: Tensor = _launches().launch(x, routing, weights, how, compute_dtype(x, weights), slots)
-    return y
-
-
 def every_expert(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
     """The routing [T, E] of each token to every expert, and its ids with -1 where it was not chosen.
 
-    Raises:
-        UnsupportedError: weights on the input, of which an expert may have several for one token.
+    Of weights on the output: those on the input may be several for one expert and token.
     """
-    if routing.weight_on == "input":
-        raise unsupported(
-            "expert_mlp",
-            got='strategy="all_experts" and weights on the input with the triton implementation',
-            needs="weights on the output, which an expert's slots share",
-            fix="Drop the strategy.",
-        )
     ids = routing.expert_ids
     experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
     named = ids[:, :, None] == experts  # sums of a comparison have one order; scattered ones would not

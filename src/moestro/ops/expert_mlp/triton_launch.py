@@ -1,4 +1,4 @@
-"""The launches of expert_mlp, and what they keep of a layer from call to call.
+"""The launches of expert_mlp.
 
 The order of rows (none where every pair is a block of its own, two launches for many), gate_up with the activation,
 down with the routing weights, and the sum over slots; before each product one more where rows are rounded. Nothing is
@@ -8,7 +8,7 @@ can capture a call and replay it with other ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,90 +18,66 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops.expert_mlp import triton_rows
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
-from moestro.ops.expert_mlp.triton_known import ALIGNED, Call, layer_of
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_weights import describe
-from moestro.ops.expert_mlp.triton_work import Work
-from moestro.ops.gpu import Launch
+from moestro.ops.expert_mlp.triton_work import Call, Work
+from moestro.ops.gpu import ALIGNED, Launch
 from moestro.ops.grouping import triton as grouping
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
 _SUM_COLUMNS = 1024
-_MOST_KEPT, _MOST_COMPILED = 64, 1024
 
 _Launches = tuple[Launch, Launch, Launch]
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """What one layer's launches by one plan have in common.
-
-    Attributes:
-        how: the plan.
-        gate_up, down: arguments of the two kernels that describe weights.
-        launches: gate_up, down and the sum over slots, compiled.
-        roundings: of the rows that meet gate_up and down; empty where rows are floats.
-    """
-
-    how: Plan
-    gate_up: tuple[Any, ...]
-    down: tuple[Any, ...]
-    launches: _Launches
-    roundings: tuple[triton_rows.Rounding, ...]
-
-
-_COMPILED: dict[Any, _Launches] = {}
-
-
-def launch(
-    x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype, slots: Tensor | None = None
-) -> Tensor:
-    """`expert_mlp` by a given plan, for arguments that the kernels can read.
+def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """`expert_mlp` by a plan, for arguments that lie like those of its first call.
 
     Args:
-        x, routing, weights: as for `moestro.expert_mlp`.
         how: the plan.
         dtype: what rows are multiplied in.
-        slots: [T, K]; where given, slots that are -1 in it are left out of the sums.
+
+    Returns:
+        A function of x, routing, weights and, where given, slots [T, K]: those that are -1 in it are left out of the
+        sums.
     """
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
-    if _is_nothing(x, ids, weights):
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    work = _work((x, ids, routing_weights), routing.weight_on == "input", weights, how, dtype)
-    return work.compute(x, ids, routing_weights, ids if slots is None else slots.contiguous())
+    by_address: list[Call | None] = []
 
+    def compute(x: Tensor, routing: Routing, weights: ExpertWeights, slots: Tensor | None = None) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+        if by_address and by_address[0] is not None and slots is None:
+            return by_address[0].compute(x, ids, routing_weights, (weights.gate_up, weights.down))
+        if _is_nothing(x, ids, weights):
+            return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        launches = work(x, routing, weights, how, dtype)
+        y = launches.compute(x, ids, routing_weights, ids if slots is None else slots.contiguous())
+        if not by_address:
+            by_address.append(launches.by_address(x) if _is_described(weights) else None)
+        return y
 
-def known(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype) -> Call | None:
-    """What `launch` has computed such arguments by, for others that lie alike; None where nothing can be kept of it."""
-    given = (x, routing.expert_ids, routing.routing_weights)
-    if x.stride(-1) != 1 or not all(t.is_contiguous() for t in given[1:]) or _is_nothing(x, given[1], weights):
-        return None
-    if any(t.device != x.device for t in (*given, *weights.tensors)) or not _is_described(weights):
-        return None
-    return _work(given, routing.weight_on == "input", weights, how, dtype).call(x)
+    return compute
 
 
 def _is_nothing(x: Tensor, ids: Tensor, weights: ExpertWeights) -> bool:
     return ids.numel() == 0 or x.numel() == 0 or weights.num_experts == 0
 
 
-def _work(
-    given: tuple[Tensor, Tensor, Tensor], on_input: bool, weights: ExpertWeights, how: Plan, dtype: torch.dtype
-) -> Work:
-    (x, ids, _), kept = given, _kept(given, on_input, weights, how, dtype)
+def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype) -> Work:
+    """All launches of a call by a plan."""
+    ids, on_input = routing.expert_ids, routing.weight_on == "input"
     (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
     num_experts, blocks, spaces, sort = weights.num_experts, num_pairs, [], None
     wide = how.wide or how.splits > 1 or x.dtype != torch.bfloat16
-    spaces.append((num_pairs * inner, torch.float32 if kept.roundings else dtype))
+    roundings = _roundings(weights)
+    spaces.append((num_pairs * inner, torch.float32 if roundings else dtype))
     spaces.append((how.splits * num_pairs * hidden, torch.float32 if wide else x.dtype))
     if how.ordered:
         sizes = grouping.sizes(num_pairs, num_experts, how.block)
         blocks, sort = sizes[2], grouping.rows_launch(ids, num_experts, how.block)
         spaces += [(size, torch.int32) for size in sizes]
-    roundings = kept.roundings if inner else ()
+    roundings = roundings if inner else ()
     for rounding, rows in zip(roundings, (num_tokens, num_pairs), strict=False):
         spaces += rounding.sizes(rows)
     outputs = -(-weights.gate_up.shape[1] // how.gate_up.columns), -(-hidden // how.down.columns) * how.splits
@@ -109,36 +85,15 @@ def _work(
     return Work(
         (num_tokens, ids.shape[1], num_experts),
         (num_pairs, hidden, inner),
-        x.stride(0),
+        x.stride(0) if x.stride(-1) == 1 else hidden,
         how.block if how.ordered else 0,
-        (*kept.launches, sort, *(rounding.launch for rounding in roundings)),
+        (*_launches(x, ids, weights, how, dtype, on_input), sort, *(rounding.launch for rounding in roundings)),
         (*tiles, num_tokens * -(-hidden // _SUM_COLUMNS)),
-        kept.gate_up,
-        kept.down,
+        _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
+        _described(weights.down, weights.down_bias, how.down, (dtype, None)),
         roundings,
         tuple(spaces),
     )
-
-
-def _kept(
-    given: tuple[Tensor, Tensor, Tensor], on_input: bool, weights: ExpertWeights, how: Plan, dtype: torch.dtype
-) -> _Kept:
-    """What is kept for such arguments, made anew where the weights have moved since."""
-    of_layer = layer_of(weights).plans
-    aligned = tuple(t.data_ptr() % ALIGNED == 0 for t in given)
-    key = (how, on_input, aligned, given[0].dtype, given[0].stride(0), given[1].dtype, given[1].shape[1])
-    kept: _Kept | None = of_layer.get(key)
-    if kept is None:
-        if len(of_layer) >= _MOST_KEPT:
-            of_layer.clear()
-        gate_up = _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation))
-        down = _described(weights.down, weights.down_bias, how.down, (dtype, None))
-        kinds = (_kind(gate_up), _kind(down), weights.input_format, weights.activation.code)
-        alike = (*key, kinds, given[0].shape[1], given[0].device, dtype)
-        kept = _Kept(how, gate_up, down, _launches(alike, weights, given), _roundings(weights))
-        if _is_described(weights):
-            of_layer[key] = kept
-    return kept
 
 
 def _is_described(weights: ExpertWeights) -> bool:
@@ -146,30 +101,9 @@ def _is_described(weights: ExpertWeights) -> bool:
     return all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias))
 
 
-def _kind(argument: Any) -> Any:
-    """What Triton would look for in an argument, and what kernels are compiled for because of it."""
-    if isinstance(argument, tuple):
-        return tuple(map(_kind, argument))
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % ALIGNED == 0
-    if isinstance(argument, TensorDescriptor):
-        return _kind(argument.base), *argument.shape, *argument.strides, *argument.block_shape
-    return getattr(argument, "value", argument)  # of a constexpr
-
-
-def _launches(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
-    """The launches of all layers of one kind; they hold no tensors."""
-    found = _COMPILED.get(alike)
-    if found is None:
-        if len(_COMPILED) >= _MOST_COMPILED:
-            _COMPILED.clear()
-        found = _COMPILED[alike] = _made(alike, weights, given)
-    return found
-
-
-def _made(alike: tuple[Any, ...], weights: ExpertWeights, given: tuple[Tensor, ...]) -> _Launches:
-    how, on_input, dtype = alike[0], alike[1], alike[-1]
-    x, ids, _ = given
+def _launches(
+    x: Tensor, ids: Tensor, weights: ExpertWeights, how: Plan, dtype: torch.dtype, on_input: bool
+) -> _Launches:
     a = weights.activation
     tiles = {"BLOCK": how.block, "BM": how.rows}
     between = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moestro.formats import StoredExperts
 from moestro.ops import gpu
+from moestro.ops.dispatch import KernelUse
 from moestro.ops.expert_mlp.triton_kernels import Rows
-from moestro.ops.expert_mlp.triton_known import Call
 from moestro.ops.expert_mlp.triton_rows import Rounding
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
 
-_APART = 256
-"""Bytes of which the places of workspaces in one allocation are multiples."""
+_SPACING = 256
+"""Bytes of which the offsets of workspaces in one allocation are multiples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,40 +101,91 @@ class Work:
         self((x, ids, weights), slots, out, spaces)
         return out
 
-    def call(self, x: Tensor) -> Call | None:
-        """`compute` without slots of its own, at once; None unless all has been compiled for the device of x.
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all workspaces together."""
+        return _ends(self.spaces)[-1]
 
-        One allocation holds the workspaces, and kernels are given addresses. Who calls owns what is computed on.
+    def uses(self) -> tuple[KernelUse, ...]:
+        """The launches, in order, with their programs and the rows that they meet."""
+        (num_tokens, _, num_experts), (num_pairs, _, inner) = self.tokens, self.sizes
+        uses = [KernelUse("order rows", "rows_kernel", num_experts, num_pairs)] if self.launches[3] is not None else []
+        if self.block and self.launches[3] is None:
+            uses += [KernelUse("order rows", "count_kernel, place_kernel", 2, num_pairs)]
+        rounded = [KernelUse("round inputs", "round_rows_kernel", n, n) for n in (num_tokens, num_pairs)]
+        first, last, add = self.programs
+        uses += rounded[:1] if self.roundings else []
+        uses += [KernelUse("gate_up", "gate_up_kernel", first, num_pairs)] if inner else []
+        uses += rounded[1:] if self.roundings else []
+        return (
+            *uses,
+            KernelUse("down", "down_kernel", last, num_pairs),
+            KernelUse("sum over slots", "sum_slots_kernel", add, num_tokens),
+        )
+
+    def by_address(self, x: Tensor) -> Call | None:
+        """`compute` of addresses, in one allocation; None unless all has been compiled for the device of x.
+
+        Triton's own launch looks at every tensor anew; what it would find is the same for every call of one call key.
+        It keeps no tensor of the weights.
         """
-        if gpu.interpreted():
-            return Call(lambda x, ids, weights: self.compute(x, ids, weights, ids), holds_weights=True)
+        if gpu.interpreted() or (self.block and self.launches[3] is None):
+            return None
         compiled = [launch.on(x.device) if isinstance(launch, Launch) else None for launch in self.launches]
         if any(launch is not None and done is None for launch, done in zip(self.launches, compiled, strict=True)):
             return None
-        if self.block and self.launches[3] is None:
-            return None
-        work = replace(self, launches=tuple(compiled), gate_up=_places(self.gate_up), down=_places(self.down))
-        ends = list(accumulate(-(-size * dtype.itemsize // _APART) * _APART for size, dtype in self.spaces))
-        starts, memory = [0, *ends[:-1]], (ends[-1],)
+        work = replace(self, launches=tuple(compiled), gate_up=_addresses(self.gate_up), down=_addresses(self.down))
+        maps = tuple(_map_fields(arguments[1]) for arguments in (self.gate_up, self.down))
+        tables = self.gate_up[0].table, self.down[0].table  # which the addresses in `work` do not keep
+        starts, memory = [0, *_ends(self.spaces)[:-1]], (self.workspace_bytes,)
         shape, strides, dtype, device = x.shape, (x.shape[1], 1), x.dtype, x.device
 
-        def at_once(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        def call(x: Tensor, ids: Tensor, weights: Tensor, stored: tuple[StoredExperts, StoredExperts]) -> Tensor:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             held = torch.empty_strided(memory, (1,), dtype=torch.uint8, device=device)
             first, slots = held.data_ptr(), ids.data_ptr()
-            given = x.data_ptr(), slots, weights.data_ptr()
-            work(given, slots, out.data_ptr(), [first + start for start in starts])
+            launches = work if maps == (None, None) else _with_maps(work, maps, stored)
+            launches((x.data_ptr(), slots, weights.data_ptr()), slots, out.data_ptr(), [first + s for s in starts])
             return out
 
-        maps = any(isinstance(argument, TensorDescriptor) for argument in (*self.gate_up, *self.down))
-        return Call(at_once, maps, (self.gate_up[0].table, self.down[0].table))
+        return Call(call, tables)
 
 
-def _places(arguments: Any) -> Any:
-    """The same with the address of each tensor in its place; those of tensor maps stay."""
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Launches by address.
+
+    Attributes:
+        compute: of x, expert ids, routing weights and the stored experts of both projections.
+        tables: where unstacked experts lie, on the device; the launches read them.
+    """
+
+    compute: Callable[[Tensor, Tensor, Tensor, tuple[StoredExperts, StoredExperts]], Tensor]
+    tables: tuple[Tensor | None, Tensor | None]
+
+
+def _ends(spaces: Sequence[tuple[int, torch.dtype]]) -> list[int]:
+    return list(accumulate(-(-size * dtype.itemsize // _SPACING) * _SPACING for size, dtype in spaces))
+
+
+def _map_fields(map: TensorDescriptor | None) -> tuple[Any, ...] | None:
+    return None if map is None else (map.shape, map.strides, map.block_shape)
+
+
+def _with_maps(work: Work, maps: Sequence[Any], stored: Sequence[StoredExperts]) -> Work:
+    """The work with tensor maps over these experts; a map kept from call to call would keep the weights alive."""
+    found = []
+    for (first, _, *rest), fields, experts in zip((work.gate_up, work.down), maps, stored, strict=True):
+        map = None if fields is None else TensorDescriptor(experts.tensors[0], *fields)
+        found.append((first, map, *rest))
+    return replace(work, gate_up=found[0], down=found[1])
+
+
+def _addresses(arguments: Any) -> Any:
+    """The same with the address of each tensor in its place."""
     if isinstance(arguments, Tensor):
         return arguments.data_ptr()
     if isinstance(arguments, tuple):
-        made = map(_places, arguments)
+        made = map(_addresses, arguments)
         return type(arguments)(*made) if hasattr(arguments, "_fields") else tuple(made)
     return arguments

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moestro import settings
 from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat
 from moestro.ops.expert_mlp.matmul import Span, Way
@@ -89,6 +90,29 @@ def parse_strategy(strategy: str, operation: str = "expert_mlp") -> tuple[str, i
         needs=f'"auto" or one of {", ".join(STRATEGIES)}; "blockwise-64" also sets the block size (at least 1)',
         fix="moestro.explain shows what each call would choose.",
     )
+
+
+def named_strategy(strategy: str) -> tuple[str, int | None, str]:
+    """The strategy that the caller or the settings name, with its block size and by whom; "auto" if none is.
+
+    Raises:
+        InvalidInputError: not a strategy.
+    """
+    asked, block_size = parse_strategy(strategy)
+    if asked != "auto":
+        return asked, block_size, "asked for by the caller"
+    forced = settings.current().strategy
+    if forced is None:
+        return "auto", None, ""
+    return *parse_strategy(forced), f"forced by moestro.use or {settings.STRATEGY_VARIABLE}"
+
+
+def resolve_strategy(strategy: str, num_pairs: int, num_experts: int) -> tuple[Choice, int | None]:
+    """The strategy by which plain torch walks and why, and the block size if one was named."""
+    name, block_size, by = named_strategy(strategy)
+    if name != "auto":
+        return Choice(name, by), block_size
+    return choose_strategy(num_pairs, num_experts), None
 
 
 @functools.cache

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from moestro import settings
 from moestro.errors import invalid_input
-from moestro.ops import _select
+from moestro.ops import dispatch, gpu
 from moestro.ops.grouping import cpu, plain, triton
 from moestro.ops.grouping.checks import check_form, check_range
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping, LoadReport, PaddingReport
 from moestro.ops.grouping.tuning import choose_block_size, largest_first, makespan
+from moestro.ops.tensors import call_key
 from moestro.types import EMPTY
 
 __all__ = [
@@ -49,16 +51,13 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
         InvalidInputError: wrong shape or dtype, num_experts < 1, or (on the CPU) an id outside -1..E-1.
     """
     check_form("group_by_expert", expert_ids, num_experts)
-    call = _select.select("grouping", expert_ids, num_experts).call
-    if call is not cpu.group_by_expert:  # which checks the range on the way
-        check_range("group_by_expert", expert_ids, num_experts)
-    grouping: Grouping = call(expert_ids, num_experts)
-    return grouping
+    check_range("group_by_expert", expert_ids, num_experts)
+    return run(expert_ids, num_experts)
 
 
 def run(expert_ids: Tensor, num_experts: int) -> Grouping:
-    """`group_by_expert` without the checks, for ids that are known to fit."""
-    grouping: Grouping = _select.select("grouping", expert_ids, num_experts).call(expert_ids, num_experts)
+    """`group_by_expert` below the public edge: an id outside 0..E-1 is an empty slot."""
+    grouping: Grouping = dispatch.run(GROUPING, expert_ids, num_experts)
     return grouping
 
 
@@ -94,20 +93,14 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
                 needs=f"at most {INT32_MAX}, so that 32-bit kernels can index them",
                 fix="Use smaller blocks, or run the tokens in chunks.",
             )
-    call = _blocks_call(expert_ids, num_experts)
-    if call is not cpu.block_schedule:
-        check_range("block_schedule", expert_ids, num_experts)
-    return call(expert_ids, num_experts, block_size)
+    check_range("block_schedule", expert_ids, num_experts)
+    return run_blocks(expert_ids, num_experts, block_size)
 
 
 def run_blocks(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSchedule:
-    """`block_schedule` without the checks, for ids that are known to fit."""
-    return _blocks_call(expert_ids, num_experts)(expert_ids, num_experts, block_size)
-
-
-def _blocks_call(expert_ids: Tensor, num_experts: int) -> Callable[[Tensor, int, int], BlockSchedule]:
-    """Blocks are laid out by whatever implementation orders the rows."""
-    return _BLOCKS[_select.select("grouping", expert_ids, num_experts).call]
+    """`block_schedule` below the public edge: an id outside 0..E-1 is an empty slot."""
+    schedule: BlockSchedule = dispatch.run(GROUPING, expert_ids, num_experts, block_size)
+    return schedule
 
 
 def padding_report(counts: Sequence[int], block_size: int) -> PaddingReport:
@@ -151,17 +144,24 @@ def load_report(schedule: BlockSchedule) -> LoadReport:
     )
 
 
-_select.register(
-    "grouping",
-    [
-        _select.Implementation("cpu-native", cpu.supports, cpu.group_by_expert),
-        _select.Implementation("triton", triton.supports, triton.group_by_expert),
-        _select.Implementation("torch", lambda ids, n: None, plain.group_by_expert),
-    ],
-)
+def _call_key(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> Hashable:
+    tensors = call_key(expert_ids)
+    if tensors is None:
+        return None
+    aligned = expert_ids.is_cpu or gpu.aligned(expert_ids)
+    forced = settings.current().implementation
+    return "grouping", forced, torch.get_num_threads(), num_experts, block_size, aligned, tensors
 
-_BLOCKS = {
-    cpu.group_by_expert: cpu.block_schedule,
-    triton.group_by_expert: triton.block_schedule,
-    plain.group_by_expert: plain.block_schedule,
-}
+
+GROUPING = dispatch.register(
+    dispatch.Operation(
+        "grouping",
+        (
+            dispatch.Implementation("cpu-native", cpu.prepare),
+            dispatch.Implementation("triton", triton.prepare),
+            dispatch.Implementation("torch", plain.prepare),
+        ),
+        _call_key,
+    )
+)
+"""Rows in the order of experts or, where a block size is given, blocks of one expert each."""

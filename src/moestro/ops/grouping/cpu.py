@@ -6,41 +6,38 @@ import torch
 from torch import Tensor
 
 from moestro.ops import native
-from moestro.ops.grouping.checks import check_range
+from moestro.ops.dispatch import Prepared
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping
 
 
-def supports(expert_ids: Tensor, num_experts: int) -> str | None:
-    """None, or the sentence why the engine cannot order these ids."""
-    reason = native.unreadable(expert_ids)
-    if reason is None and num_experts > native.MOST_EXPERTS:
-        return f"it orders by at most {native.MOST_EXPERTS} experts, not {num_experts}"
-    return reason
+def prepare(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> Prepared | str:
+    """The call, or the reason why the engine cannot order these ids."""
+    reason, most = native.unreadable(expert_ids), native.LIMITS.get("most_experts", 0)
+    if reason is None and num_experts > most:
+        reason = f"it orders by at most {most} experts, not {num_experts}"
+    call = group_by_expert if block_size is None else block_schedule
+    return reason or Prepared("cpu-native", call, threads=torch.get_num_threads())
 
 
 def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
-    """Order (token, slot) pairs by expert; see `moestro.group_by_expert`. Ids are checked on the way."""
+    """Order (token, slot) pairs by expert; see `moestro.group_by_expert`."""
     ids = expert_ids.contiguous()
     sizes = (ids.numel(), ids.numel(), num_experts + 1, ids.numel())
     found = Grouping(*(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes))
-    places = tuple(t.data_ptr() for t in (found.token_ids, found.slots, found.offsets, found.inverse))
-    assert native.module is not None
-    if not native.module.group(_slots(ids, num_experts), places, torch.get_num_threads()):
-        check_range("group_by_expert", ids, num_experts)
+    addresses = tuple(t.data_ptr() for t in (found.token_ids, found.slots, found.offsets, found.inverse))
+    native.engine().group(*_slots(ids, num_experts), *addresses, torch.get_num_threads())
     return found
 
 
 def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSchedule:
-    """Lay the pairs into blocks of one expert each; see `moestro.block_schedule`. Ids are checked on the way."""
+    """Lay the pairs into blocks of one expert each; see `moestro.block_schedule`."""
     ids = expert_ids.contiguous()
     num_blocks = block_bound(ids.numel(), num_experts, block_size)
     sizes = ((num_blocks,), (num_blocks, block_size), tuple(ids.shape), (num_experts,))
     found = BlockSchedule(*(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes))
-    places = tuple(t.data_ptr() for t in (found.block_experts, found.pair_ids, found.scatter_index, found.counts))
-    assert native.module is not None
-    if not native.module.schedule(_slots(ids, num_experts), (num_blocks, block_size), places):
-        check_range("block_schedule", ids, num_experts)
+    addresses = tuple(t.data_ptr() for t in (found.block_experts, found.pair_ids, found.scatter_index, found.counts))
+    native.engine().schedule(*_slots(ids, num_experts), num_blocks, block_size, *addresses)
     return found
 
 

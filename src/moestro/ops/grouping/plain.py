@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moestro.ops.dispatch import Prepared
 from moestro.ops.grouping.records import BlockSchedule, Grouping
 from moestro.types import EMPTY
+
+
+def prepare(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> Prepared:
+    """The call in plain torch; it takes any ids."""
+    return Prepared("torch", group_by_expert if block_size is None else block_schedule)
 
 
 def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
@@ -14,12 +20,18 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Grouping:
     top_k = max(expert_ids.shape[1], 1)
     flat = expert_ids.reshape(-1)
     # Empty slots take the id past the last expert, which sorts them behind every row that is computed.
-    order = torch.where(flat < 0, num_experts, flat).sort(stable=True).indices
+    placed = torch.where(is_used(flat, num_experts), flat, num_experts)
+    order = placed.sort(stable=True).indices
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.numel(), device=order.device))
     edges = torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype)
-    ascending = torch.where(flat < 0, num_experts, flat)[order]
+    ascending = placed[order]
     offsets = torch.searchsorted(ascending, edges)
     return Grouping(order // top_k, order % top_k, offsets, inverse)
+
+
+def is_used(ids: Tensor, num_experts: int) -> Tensor:
+    """Which ids name an expert; all others are empty slots."""
+    return (ids >= 0) & (ids < num_experts)
 
 
 def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> BlockSchedule:
@@ -27,7 +39,8 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     num_tokens, top_k = expert_ids.shape
     num_blocks = block_bound(num_tokens * top_k, num_experts, block_size)
     flat = expert_ids.reshape(-1).long()
-    expert = flat.clamp(min=0)[:, None]
+    used = is_used(flat, num_experts)
+    expert = torch.where(used, flat, 0)[:, None]
     one_hot = flat[:, None] == torch.arange(num_experts, device=flat.device)
     counts = one_hot.sum(0)
     blocks = (counts + block_size - 1) // block_size
@@ -35,7 +48,6 @@ def block_schedule(expert_ids: Tensor, num_experts: int, block_size: int) -> Blo
     global_offset = last - blocks
     local_offset = one_hot.cumsum(0, dtype=torch.int32).gather(1, expert)[:, 0] - 1
     start = global_offset[expert[:, 0]] * block_size
-    used = flat >= 0
     scatter_index = torch.where(used, start + local_offset, EMPTY)
 
     block = torch.arange(num_blocks, device=flat.device)

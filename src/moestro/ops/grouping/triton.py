@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import gpu
+from moestro.ops.dispatch import Prepared
 from moestro.ops.grouping import tuning
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping
@@ -114,8 +115,14 @@ def in_chunks(ids: Tensor, out: Sequence[Tensor], num_experts: int, blocks: tupl
     place(chunks, ids, counts, *out, num_pairs, num_experts, bound, chunk, chunks)
 
 
-def supports(expert_ids: Tensor, num_experts: int) -> str | None:
-    """None, or the sentence why these ids cannot be ordered on a GPU."""
+def prepare(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> Prepared | str:
+    """The call on a GPU, or the reason why there is none."""
+    reason = why_unsupported(expert_ids, num_experts)
+    return reason or Prepared("triton", group_by_expert if block_size is None else block_schedule)
+
+
+def why_unsupported(expert_ids: Tensor, num_experts: int) -> str | None:
+    """Why these ids cannot be ordered on a GPU; None if they can."""
     reason = gpu.unreadable(expert_ids)
     if reason is not None:
         return reason

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from moestro import settings
 from moestro.errors import invalid_input
-from moestro.ops import _select, native
+from moestro.ops import dispatch, native
 from moestro.ops.projection import cpu, plain, reference
+from moestro.ops.tensors import call_key
 
 __all__ = ["projection"]
 
@@ -44,7 +47,7 @@ def of_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`projection` of rows [T, K] without the checks."""
-    y: Tensor = _select.select("projection", x, weight, bias).call(x, weight, bias)
+    y: Tensor = dispatch.run(PROJECTION, x, weight, bias)
     return y
 
 
@@ -65,14 +68,32 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-_select.register(
-    "projection",
-    [
-        *(
-            _select.Implementation(f"cpu-{isa.name}", partial(cpu.supports, isa), partial(cpu.run, isa))
-            for isa in native.ISAS or (native.ABSENT,)
+def _call_key(x: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
+    tensors = call_key(x, weight) if bias is None else call_key(x, weight, bias)
+    if tensors is None:
+        return None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    where = settings.current().implementation, deterministic, torch.get_num_threads()
+    return "projection", where, weight.data_ptr(), tensors
+
+
+def _tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    return (weight,) if bias is None else (weight, bias)
+
+
+PROJECTION = dispatch.register(
+    dispatch.Operation(
+        "projection",
+        (
+            *(
+                dispatch.Implementation(f"cpu-{isa.name}", partial(cpu.prepare, isa))
+                for isa in native.ISAS or (native.ABSENT,)
+            ),
+            dispatch.Implementation("torch", plain.prepare),
+            dispatch.Implementation("reference", reference.prepare),
         ),
-        _select.Implementation("torch", lambda x, weight, bias: None, plain.projection),
-        _select.Implementation("reference", lambda x, weight, bias: None, reference.projection),
-    ],
+        _call_key,
+        _tensors,
+        owner=lambda x, weight, bias: weight,
+    )
 )

@@ -2,61 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moestro.ops import native
+from moestro.ops.dispatch import KernelUse, Prepared
 from moestro.ops.projection import tuning
+from moestro.ops.tensors import empty, no_extent, no_gradient, no_memory, rows
 
-_FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """None, or the sentence why the engine cannot compute this with this instruction set."""
+def prepare(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> Prepared | str:
+    """The call on this instruction set, or the reason why there is none."""
+    reason = why_unsupported(isa, x, weight, bias)
+    if reason is not None:
+        return reason
+    threads, num_rows = torch.get_num_threads(), weight.shape[0]
+    copied = bias is not None and bias.stride(0) != 1
+    kept = None if copied else _linear(isa, weight, bias)
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        held = None if bias is None else bias.contiguous()
+        linear = kept or _linear(isa, weight, held)
+        x = rows(x)
+        out = empty(x.shape[0], num_rows, x.dtype)
+        linear.run(threads, x.shape[0], x.data_ptr(), x.stride(0), out.data_ptr())
+        return out
+
+    def kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[KernelUse, ...]:
+        linear = kept or _linear(isa, weight, None if bias is None else bias.contiguous())
+        uses = linear.plan(threads, x.shape[0])
+        return tuple(KernelUse(use.projection, use.kernel, use.units, use.rows) for use in uses)
+
+    return Prepared(f"cpu-{isa.name}", compute, threads=threads, kernels=kernels)
+
+
+def _linear(isa: native.Isa, weight: Tensor, bias: Tensor | None) -> Any:
+    engine, dtype = native.engine(), native.FLOATS[weight.dtype]
+    stored = engine.Stored(
+        element=native.ELEMENTS[str(weight.dtype).removeprefix("torch.")],
+        scale=native.SCALES["none"],
+        rows=weight.shape[0],
+        columns=weight.shape[1],
+        row_stride=weight.stride(0) * weight.element_size(),
+        base=(weight.data_ptr(), 0, 0, 0),
+    )
+    held = None if bias is None else engine.Array(bias.data_ptr(), dtype, 0)
+    return engine.Linear(isa=isa.index, weights=stored, bias=held, x_dtype=dtype, out_dtype=dtype)
+
+
+def why_unsupported(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the engine cannot compute this with this instruction set; None if it can."""
     reason = native.reason(isa)
     if reason is not None:
         return reason
     if not isa.multiplies_floats:
-        return "it multiplies rows as int8 only"
+        return "it multiplies int8 inputs only"
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for t in tensors:
-        reason = native.unreadable(t)
-        if reason is not None:
-            return reason
-        if t.dtype not in _FLOATS or (isa.multiplies_bfloat16 and t.dtype is not torch.bfloat16):
+        if not t.is_cpu:
+            return f"it computes on the CPU, and its argument is on {t.device.type}"
+        if t.dtype not in _DTYPES or (isa.multiplies_bfloat16 and t.dtype is not torch.bfloat16):
             return (
                 f"it multiplies {'bfloat16' if isa.multiplies_bfloat16 else 'floats of 16 and 32 bits'}, not {t.dtype}"
             )
-        if native.differentiates(t):
-            return "it computes no gradients, and a tensor requires one"
     if weight.shape[1] > 1 and weight.stride(1) != 1:
         return "it reads rows, and those of the weight are not contiguous"
-    return tuning.slower(isa, x.shape[0], x.dtype)
-
-
-def run(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`projection` of rows [T, K] for arguments that `supports` has passed."""
-    engine = native.module
-    assert engine is not None
-    x = x if x.stride(1) == 1 else x.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    dtype = _FLOATS[x.dtype]
-    out = native.empty(x.shape[0], weight.shape[0], x.dtype)
-    stored = engine.stacked(
-        (dtype, 0),
-        tuple(weight.shape),
-        (1, 0),
-        (weight.stride(0) * weight.element_size(), 0, 0),
-        (weight.data_ptr(), 0, 0, 0),
-        (0, 0, 0, 0),
-    )
-    engine.project(
-        isa.index,
-        torch.get_num_threads(),
-        x.shape[0],
-        (x.data_ptr(), dtype, x.stride(0)),
-        stored,
-        (0, 0, 0) if bias is None else (bias.data_ptr(), dtype, 0),
-        (out.data_ptr(), dtype),
-    )
-    return out
+    reason = no_memory(*tensors) or no_gradient(*tensors) or no_extent(*tensors)
+    return reason or tuning.slower(isa, x.shape[0], x.dtype)

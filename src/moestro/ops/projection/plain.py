@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from moestro.ops.dispatch import Prepared
 
-def projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+
+def prepare(x: Tensor, weight: Tensor, bias: Tensor | None) -> Prepared:
     """`torch.nn.functional.linear`."""
-    return F.linear(x, weight, bias)
+    return Prepared("torch", F.linear)

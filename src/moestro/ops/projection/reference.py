@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moestro.ops.dispatch import Prepared
+
+
+def prepare(x: Tensor, weight: Tensor, bias: Tensor | None) -> Prepared:
+    """The call of the reference."""
+    return Prepared("reference", projection)
+
 
 def projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y[t, n] = sum over k of W[n, k] * x[t, k], plus b[n]; in float32 at least, rounded once to the dtype of x."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
+from moestro import settings
 from moestro.errors import invalid_input
-from moestro.ops import _select
+from moestro.ops import dispatch, gpu
+from moestro.ops.tensors import call_key
 from moestro.ops.topk import cpu, plain, reference, triton, tuning
 
 __all__ = ["topk"]
@@ -45,48 +49,44 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
             needs=f"1 <= k <= num_experts <= {plain.MAX_EXPERTS}",
             fix="Lower top_k, or check that experts lie along the last dimension.",
         )
-    chosen = _select.select("topk", scores, k)
-    indices = cpu.find(scores, k) if chosen.call is cpu.topk else None
-    if indices is None:
-        if chosen.call is not triton.topk or scores.is_cpu:  # on a GPU that kernel asserts it
-            _refuse_nan(scores)
-        indices = chosen.call(scores, k)
+    indices = run(scores, k)
     return scores.gather(-1, indices), indices
 
 
 def run(scores: Tensor, k: int) -> Tensor:
-    """The indices of `topk` without the checks."""
-    found: Tensor = _select.select("topk", scores, k).call(scores, k)
+    """The indices of `topk` without the checks of sizes; NaN is refused all the same."""
+    found: Tensor = dispatch.run(TOPK, scores, k)
     return found
 
 
-def _refuse_nan(scores: Tensor) -> None:
-    if torch.compiler.is_compiling() or scores.device.type != "cpu":
-        torch._assert_async((scores == scores).all(), "[topk] scores must not be NaN")
-    elif torch.isnan(scores).any():
-        raise invalid_input(
-            "topk",
-            got=f"NaN in scores {list(scores.shape)}",
-            needs="scores that are not NaN",
-            fix="Look for NaN in the router's input.",
-        )
+def _call_key(scores: Tensor, k: int) -> Hashable:
+    tensors = call_key(scores)
+    if tensors is None:
+        return None
+    forced = settings.current().implementation
+    aligned = scores.is_cpu or gpu.aligned(scores)
+    return "topk", forced, torch.get_num_threads(), k, aligned, tensors
 
 
-def _rank_supports(scores: Tensor, k: int) -> str | None:
+def _branchless(scores: Tensor, k: int) -> dispatch.Prepared | str:
     if scores.dtype == torch.float64:
         return "a float64 score and its index do not fit one 64-bit word"
     if torch.compiler.is_compiling() or tuning.rank_fits(*scores.shape):
-        return None  # a traced graph holds for every num_tokens, so the limit is the caller's there
+        # A traced graph holds for every num_tokens, so the limit is the caller's there.
+        return plain.checked("branchless", plain.topk_by_rank)
     return f"T * E * E comparisons exceed {tuning.RANK_LIMIT} for scores {list(scores.shape)}"
 
 
-_select.register(
-    "topk",
-    [
-        _select.Implementation("cpu-native", cpu.supports, cpu.topk),
-        _select.Implementation("triton", triton.supports, triton.topk),
-        _select.Implementation("torch", lambda scores, k: None, plain.topk_by_sort),
-        _select.Implementation("branchless", _rank_supports, plain.topk_by_rank),
-        _select.Implementation("reference", lambda scores, k: None, reference.topk),
-    ],
+TOPK = dispatch.register(
+    dispatch.Operation(
+        "topk",
+        (
+            dispatch.Implementation("cpu-native", cpu.prepare),
+            dispatch.Implementation("triton", triton.prepare),
+            dispatch.Implementation("torch", lambda scores, k: plain.checked("torch", plain.topk_by_sort)),
+            dispatch.Implementation("branchless", _branchless),
+            dispatch.Implementation("reference", lambda scores, k: plain.checked("reference", reference.topk)),
+        ),
+        _call_key,
+    )
 )

@@ -5,46 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moestro.errors import invalid_input
 from moestro.ops import native
-from moestro.ops.topk.plain import MAX_EXPERTS
+from moestro.ops.dispatch import Prepared
+from moestro.ops.tensors import empty, rows
+from moestro.ops.topk.plain import refuse_nan
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
-"""What the engine calls the dtypes of scores."""
 
-
-def supports(scores: Tensor, k: int) -> str | None:
-    """None, or the sentence why the engine cannot rank these scores."""
+def prepare(scores: Tensor, k: int) -> Prepared | str:
+    """The call, or the reason why the engine cannot rank these scores."""
     reason = native.unreadable(scores)
-    if reason is None and scores.shape[-1] > MAX_EXPERTS:
-        return f"it ranks at most {MAX_EXPERTS} scores a token, not {scores.shape[-1]}"
-    return reason
+    if reason is not None:
+        return reason
+    most = native.LIMITS["most_scores"]
+    if scores.shape[-1] > most:
+        return f"it ranks at most {most} scores a token, not {scores.shape[-1]}"
+    engine, threads, dtype = native.engine(), torch.get_num_threads(), native.FLOATS[scores.dtype]
 
+    def compute(scores: Tensor, k: int) -> Tensor:
+        scores = rows(scores)
+        num_tokens, num_experts = scores.shape
+        found = empty(num_tokens, k, torch.int64)
+        size = num_tokens, num_experts, scores.stride(0)
+        if not engine.topk(scores.data_ptr(), dtype, *size, k, found.data_ptr(), threads):
+            refuse_nan(scores)
+        return found
 
-def find(scores: Tensor, k: int) -> Tensor | None:
-    """Indices [T, k], int64, of scores that `supports` has passed; None if one of them is NaN."""
-    engine = native.module
-    assert engine is not None
-    scores = rows(scores)
-    num_tokens, num_experts = scores.shape
-    found = native.empty(num_tokens, k, torch.int64)
-    lie = (scores.data_ptr(), DTYPES[scores.dtype], num_tokens, num_experts, scores.stride(0))
-    return found if engine.topk(lie, k, found.data_ptr(), torch.get_num_threads()) else None
-
-
-def rows(scores: Tensor) -> Tensor:
-    """Scores [T, E], copied only if a row of them is not contiguous; rows may be apart."""
-    return scores if scores.stride(1) == 1 else scores.contiguous()
-
-
-def topk(scores: Tensor, k: int) -> Tensor:
-    """`find`, with NaN as an error."""
-    found = find(scores, k)
-    if found is None:
-        raise invalid_input(
-            "topk",
-            got=f"NaN among scores {list(scores.shape)}",
-            needs="scores that are not NaN",
-            fix="Look for NaN in the router's input, weights or correction bias.",
-        )
-    return found
+    return Prepared("cpu-native", compute, threads=threads)

@@ -6,11 +6,14 @@ A 16-bit score and its index fill 32 bits, a 32-bit score and its index 64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from moestro import reference
 from moestro.errors import invalid_input
+from moestro.ops.dispatch import Prepared
 
 MAX_EXPERTS = 1 << 16
 
@@ -46,14 +49,25 @@ def topk_by_sort(scores: Tensor, k: int) -> Tensor:
     indices = indices[:, :k]
     if not tied.any():
         return indices
-    refuse_nan(scores)
     rows = tied.any(-1).nonzero()[:, 0]
     return indices.index_copy(0, rows, _by_words(scores[rows], k))
 
 
+def checked(name: str, indices: Callable[[Tensor, int], Tensor]) -> Prepared:
+    """A way of plain torch to find the indices, behind a check of the values."""
+
+    def compute(scores: Tensor, k: int) -> Tensor:
+        refuse_nan(scores)
+        return indices(scores, k)
+
+    return Prepared(name, compute)
+
+
 def refuse_nan(scores: Tensor) -> None:
-    """Raises InvalidInputError if one of the scores, which lie on the CPU, is NaN."""
-    if torch.isnan(scores).any():
+    """Raises InvalidInputError if one of the scores is NaN; where reading is not free, an assertion on the device."""
+    if torch.compiler.is_compiling() or scores.device.type != "cpu":
+        torch._assert_async((scores == scores).all(), "[topk] scores must not be NaN")
+    elif torch.isnan(scores).any():
         raise invalid_input(
             "topk",
             got=f"NaN among scores {list(scores.shape)}",

@@ -10,8 +10,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moestro.ops import gpu, native
+from moestro.ops import gpu
+from moestro.ops.dispatch import Prepared
 from moestro.ops.gpu_checks import ASSERTING
+from moestro.ops.tensors import empty, rows
 from moestro.ops.topk import plain, tuning
 
 _BITS = {
@@ -27,8 +29,34 @@ def _kernels() -> ModuleType:
     return importlib.import_module("moestro.ops.topk.triton_kernels")
 
 
-def supports(scores: Tensor, k: int) -> str | None:
-    """None, or the sentence why kernels cannot rank these scores."""
+def prepare(scores: Tensor, k: int) -> Prepared | str:
+    """The launch, or the reason why kernels cannot rank these scores.
+
+    A NaN among them is an assertion on the device; the interpreter, which has none, raises InvalidInputError.
+    """
+    reason = why_unsupported(scores, k)
+    if reason is not None:
+        return reason
+    num_tokens, num_experts = scores.shape
+    stride = scores.stride(0) if scores.stride(1) == 1 else num_experts
+    launch, block_t = _launch(num_experts, k, scores.dtype, (*gpu.aligned(scores), stride == 1, stride % 16 == 0))
+    integers = _BITS[scores.dtype][0]
+
+    def compute(scores: Tensor, k: int) -> Tensor:
+        if scores.is_cpu:
+            plain.refuse_nan(scores)
+        scores = rows(scores.detach())
+        indices = empty(num_tokens, k, torch.int64, scores.device)
+        if num_tokens:
+            with gpu.on(scores):
+                launch(-(-num_tokens // block_t), scores.view(integers), indices, num_tokens, stride)
+        return indices
+
+    return Prepared("triton", compute)
+
+
+def why_unsupported(scores: Tensor, k: int) -> str | None:
+    """Why kernels cannot rank these scores; None if they can."""
     reason = gpu.unreadable(scores.detach() if scores.requires_grad else scores)  # indices have no gradient
     if reason is not None:
         return reason
@@ -41,26 +69,6 @@ def supports(scores: Tensor, k: int) -> str | None:
     return None
 
 
-def topk(scores: Tensor, k: int) -> Tensor:
-    """Indices [T, k], int64, of scores that `supports` has passed.
-
-    A NaN among them is an assertion on the device; the interpreter, which has none, raises InvalidInputError.
-    """
-    if scores.is_cpu:
-        plain.refuse_nan(scores)
-    scores = scores.detach() if scores.stride(1) == 1 else scores.detach().contiguous()
-    num_tokens, num_experts = scores.shape
-    indices = native.empty(num_tokens, k, torch.int64, scores.device)
-    if num_tokens == 0:
-        return indices
-    stride = scores.stride(0)
-    launch, block_t = _launch(num_experts, k, scores.dtype, (*gpu.aligned(scores), stride == 1, stride % 16 == 0))
-    with gpu.on(scores):
-        launch(-(-num_tokens // block_t), scores.view(_BITS[scores.dtype][0]), indices, num_tokens, stride)
-    return indices
-
-
-@functools.lru_cache(maxsize=256)
 def _launch(num_experts: int, k: int, dtype: torch.dtype, given: tuple[Hashable, ...]) -> tuple[gpu.Launch, int]:
     """The launch for scores [T, E] of a dtype, and the tokens of a program; `given` is what Triton would look for."""
     integers, infinity = _BITS[dtype]

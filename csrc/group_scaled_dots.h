@@ -23,7 +23,7 @@ template <int M> MOESTRO_INLINE bool overflowed(const float* out) {
 }
 
 template <Element E, int M>
-static void few_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* tokens, float* out) {
+static void group_scaled_nibbles(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* tokens, float* out) {
     const auto values = values_of<E>();
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : round_up(columns, kBlock);
     const Spread by = spread_of(group);
@@ -79,7 +79,7 @@ template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
 }
 
 template <Element E, int M>
-static void few_bytes(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
+static void group_scaled_bytes(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, float* out) {
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : columns;
     const bool one_group = group >= columns;
     F sum[kRows][M], all[kRows][M];
@@ -130,15 +130,15 @@ static void few_bytes(const FourRows& rows, const float* const* scales, const fl
     if (overflowed<M>(out)) dots<E, M>(rows, scales, zeros, x, out);
 }
 
-template <Element E, int M> static void fill_few(Dots* table) {
-    if constexpr (moestro::is_nibble(E)) table[M] = few_nibbles<E, M>;
-    else table[M] = few_bytes<E, M>;
-    if constexpr (M > 1) fill_few<E, M - 1>(table);
+template <Element E, int M> static void fill_group_scaled(Dots* table) {
+    if constexpr (moestro::is_nibble(E)) table[M] = group_scaled_nibbles<E, M>;
+    else table[M] = group_scaled_bytes<E, M>;
+    if constexpr (M > 1) fill_group_scaled<E, M - 1>(table);
 }
 template <Element E>
-static void few_tokens(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
+static void group_scaled_dots(const FourRows& rows, const float* const* scales, const float* const* zeros, const float* const* x, int64_t m, float* out) {
     Dots table[kDirectTokens + 1];
-    fill_few<E, kDirectTokens>(table);
+    fill_group_scaled<E, kDirectTokens>(table);
     if (m > 0 && rows.columns > 0) return table[m](rows, scales, zeros, x, out);
     for (int64_t i = 0; i < kRows * m; ++i) out[i] = 0.0f;
 }

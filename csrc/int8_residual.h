@@ -10,8 +10,8 @@ namespace MOESTRO_ISA {
 constexpr float kSmallestScale = 1.17549435e-38f;  // a normal number
 
 // One of the two; behind both stands what is left of the row meanwhile.
-static int64_t pair_step(Element e, int64_t columns) { return round_up(rounded_floats(e, columns), 16); }
-static int64_t pair_floats(Element e, int64_t columns) { return 2 * pair_step(e, columns) + round_up(columns, W); }
+static int64_t residual_step(Element e, int64_t columns) { return round_up(int8_row_floats(e, columns), 16); }
+static int64_t residual_floats(Element e, int64_t columns) { return 2 * residual_step(e, columns) + round_up(columns, W); }
 
 // Whether a row is all but its largest values to 8 bits, or none: more than half of what is not zero is zero to the first.
 static bool is_uneven(const float* from, int64_t n, float scale) {
@@ -26,11 +26,11 @@ static bool is_uneven(const float* from, int64_t n, float scale) {
 }
 
 // False, and nothing is written, for a row that is uneven, subnormal or not finite.
-static bool round_pair(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
-    const int64_t step = pair_step(weights, columns);
+static bool quantize_residual_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
+    const int64_t step = residual_step(weights, columns);
     const float s = scale_of(from, columns);
     if ((s != 0.0f && !(s >= kSmallestScale)) || is_uneven(from, columns, s)) return false;
-    round_row(weights, columns, group_columns, from, to);
+    quantize_row(weights, columns, group_columns, from, to);
     float* left = to + 2 * step;
     const F scale = set1(s), minus = set1(-s);
     for (int64_t i = 0; i < columns; i += W) {
@@ -42,19 +42,19 @@ static bool round_pair(Element weights, int64_t columns, int64_t group_columns, 
         }
         store(left + i, v);
     }
-    return round_row(weights, columns, group_columns, left, to + step);
+    return quantize_row(weights, columns, group_columns, left, to + step);
 }
 
-static void pair_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    const int64_t step = pair_step(rows.element, rows.columns);
+static void residual_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+    const int64_t step = residual_step(rows.element, rows.columns);
     const float* both[2 * moestro::kTokenBlock];
     float sums[2 * moestro::kTokenBlock * kRows];
     for (int64_t t = 0; t < m; ++t) both[2 * t] = x[t], both[2 * t + 1] = x[t] + step;
-    rounded_rows(rows, both, 2 * m, sums, scratch);
+    int8_rows(rows, both, 2 * m, sums, scratch);
     for (int64_t t = 0; t < m; ++t)
         for (int r = 0; r < kRows; ++r) out[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
 }
 
-static constexpr moestro::RoundedOps kPairs = {pair_floats, round_pair, pair_rows, rounded_scratch};
+static constexpr moestro::Int8Ops kInt8Residual = {residual_floats, quantize_residual_row, residual_rows, int8_scratch};
 
 }  // namespace MOESTRO_ISA

@@ -1,0 +1,143 @@
+#include "choose.h"
+
+#include <algorithm>
+
+namespace moestro {
+namespace {
+
+// Token rows of a block from which on eight rows of weights at once are faster than four.
+constexpr int64_t kFewestForEight = 7;
+// Token rows of a block from which on tiles of int8 are faster than dots.
+constexpr int64_t kFewestForInt8Tiles = 5;
+
+constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; more tokens go in turns
+constexpr int64_t kLinearWorkspaceBytes = 64 << 20;
+
+struct Rule {
+    Kernel kernel;
+    const char* name;
+    bool (*applies)(const Case&);
+    std::string (*when)();
+};
+
+// The first that applies is taken.
+const Rule kRules[kNumKernels] = {
+    {Kernel::bfloat16_tiles, "bfloat16 tiles", [](const Case& c) { return c.takes_tiles; },
+     [] { return std::string("amx, from the number of rows of the expert that the next table gives"); }},
+    {Kernel::int8_tiles, "int8 tiles",
+     [](const Case& c) {
+         const Int8Ops* ops = int8_ops(c.isa, c.input);
+         return ops && ops->tiles && c.rows >= kFewestForInt8Tiles;
+     },
+     [] { return "amx-int8, from " + std::to_string(kFewestForInt8Tiles) + " rows of a block"; }},
+    {Kernel::int8_dots, "int8 dots", [](const Case& c) { return c.input == Input::int8; },
+     [] { return std::string("the input format is int8"); }},
+    {Kernel::int8_residual_dots, "int8 residual dots", [](const Case& c) { return c.input == Input::int8_residual; },
+     [] {
+         return std::string("tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
+                            "(avx512-vnni, amx)");
+     }},
+    {Kernel::eight_row_dots, "eight-row dots",
+     [](const Case& c) {
+         return c.may_take_eight && c.isa.eight_rows && c.rows >= kFewestForEight && c.weights.columns > 0;
+     },
+     [] { return "avx512 and avx512-vnni, from " + std::to_string(kFewestForEight) + " rows of a block"; }},
+    {Kernel::group_scaled_dots, "group-scaled dots",
+     [](const Case& c) { return c.group_scales && has_scale(c.weights.element) && c.rows <= c.isa.direct_tokens; },
+     [] {
+         return std::string("packed weights and at most `direct_tokens` rows of the expert, unless PyTorch is "
+                            "deterministic");
+     }},
+    {Kernel::direct_dots, "direct dots",
+     [](const Case& c) { return c.weights.element == Element::f32 || c.rows <= c.isa.direct_tokens; },
+     [] { return std::string("float32 weights, or at most `direct_tokens` rows of a block"); }},
+    {Kernel::decoded_dots, "decoded dots", [](const Case&) { return true; },
+     [] { return std::string("everything else"); }},
+};
+
+// Counted by timing both with every number of rows (docs/log.md): rows from which on an expert takes tiles of bfloat16,
+// where its other rows would be floats, or int8 with a residual.
+struct FewestTiled {
+    Element element;
+    Scale scale;  // none: any
+    int64_t floats, int8_residual;
+};
+constexpr FewestTiled kFewestTiled[] = {
+    {Element::e4m3, Scale::none, 3, 3}, {Element::i8, Scale::none, 5, 6}, {Element::e2m1, Scale::e8m0, 2, 3},
+    {Element::e2m1, Scale::none, 5, 8}, {Element::i4, Scale::none, 4, 6}, {Element::u4, Scale::none, 4, 5},
+};
+
+int64_t fewest_tiled(const Projection& p, Input input) {
+    for (const FewestTiled& each : kFewestTiled)
+        if (each.element == p.element && (each.scale == Scale::none || each.scale == p.scale))
+            return input == Input::int8_residual ? each.int8_residual : each.floats;
+    return 1;
+}
+
+bool takes_int8(const Projection& p) {
+    const bool one_scale_a_row = is_nibble(p.element) || p.group_columns == 0;
+    return is_integer(p.element) && one_scale_a_row && p.columns <= kMostInt8Columns;
+}
+
+}  // namespace
+
+Kernel choose(const Case& asked) {
+    for (const Rule& rule : kRules)
+        if (rule.applies(asked)) return rule.kernel;
+    return Kernel::decoded_dots;
+}
+
+Input input_of(const Isa& isa, const Call& call) {
+    if (call.int8_input) return Input::int8;
+    const bool can = call.x.dtype != Element::f32 && takes_int8(call.gate_up) && takes_int8(call.down);
+    return can && !call.same_bits && isa.int8_residual ? Input::int8_residual : Input::floats;
+}
+
+const Int8Ops* int8_ops(const Isa& isa, Input input) {
+    return input == Input::floats ? nullptr : input == Input::int8 ? isa.int8 : isa.int8_residual;
+}
+
+int64_t fewest_tiled(const Isa& isa, const Call& call, Input input) {
+    if (!isa.tiles) return INT64_MAX;
+    return call.same_bits ? 1 : std::max(fewest_tiled(call.gate_up, input), fewest_tiled(call.down, input));
+}
+
+bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows) {
+    return !call.same_bits && expert_rows <= isa.direct_tokens;
+}
+
+int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_block, 1, kTokenBlock); }
+
+int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
+    const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
+    const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
+    const bool residual = input == Input::int8_residual && !isa.tiles;  // rows beside tiles are few
+    const int64_t h_floats = call.intermediate_size * (residual ? 3 : input == Input::int8 ? 2 : 1) + 96;
+    const int64_t x_floats = call.hidden_size * (residual ? 2 : 1) + 128;
+    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * x_floats);
+    return std::max<int64_t>(kWorkspaceBytes / per_token, 16);
+}
+
+int64_t tokens_at_once(const LinearCall& call) {
+    return std::max<int64_t>(kLinearWorkspaceBytes / (4 * (call.weights.columns + 256)) / 16 * 16, 16);
+}
+
+const char* name_of(Kernel kernel) { return kRules[static_cast<int>(kernel)].name; }
+
+std::vector<KernelRule> kernel_rules() {
+    std::vector<KernelRule> found;
+    for (const Rule& rule : kRules) found.push_back({rule.name, rule.when()});
+    return found;
+}
+
+std::vector<TileRule> tile_rules() {
+    std::vector<TileRule> found;
+    for (const FewestTiled& each : kFewestTiled) {
+        std::string weights = facts(each.element).name;
+        if (each.scale != Scale::none) weights += std::string(" with scales in ") + name_of(each.scale);
+        found.push_back({weights, each.floats, each.int8_residual});
+    }
+    return found;
+}
+
+}  // namespace moestro

@@ -1,0 +1,67 @@
+// Which kernel runs when: the one table. The walks ask it before they multiply, and `plan` asks it without multiplying.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine.h"
+
+namespace moestro {
+
+// How rows of tokens meet weights.
+enum class Input : int { floats, int8, int8_residual };
+
+enum class Kernel : int {
+    bfloat16_tiles,
+    int8_tiles,
+    int8_dots,
+    int8_residual_dots,
+    eight_row_dots,
+    group_scaled_dots,
+    direct_dots,
+    decoded_dots,
+};
+constexpr int kNumKernels = 8;
+
+// The products of one matrix of weights with a block of token rows.
+struct Case {
+    const Isa& isa;
+    const Projection& weights;
+    Input input = Input::floats;
+    bool takes_tiles = false;     // of bfloat16: `takes_tiles` of the call and the expert's rows
+    bool may_take_eight = false;  // rows of weights at once: a block of experts all of whose rows are floats
+    bool group_scales = false;    // the expert's rows are few and the bits may depend on how many they are
+    int64_t rows = 0;             // of the block
+};
+Kernel choose(const Case& asked);
+
+// What the rows of a call become.
+Input input_of(const Isa& isa, const Call& call);
+const Int8Ops* int8_ops(const Isa& isa, Input input);  // null for floats
+
+// Rows from which on an expert takes tiles of bfloat16; INT64_MAX where there are none.
+int64_t fewest_tiled(const Isa& isa, const Call& call, Input input);
+// Whether scales multiply the sums of their groups, for an expert with so many rows.
+bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows);
+// Token rows that meet a range of weights before the next ones do.
+int64_t token_block(const Call& call);
+// Tokens that fit into the workspace at once; 16 always do.
+int64_t tokens_at_once(const Isa& isa, const Call& call, Input input);
+int64_t tokens_at_once(const LinearCall& call);
+
+const char* name_of(Kernel kernel);
+
+// A line of the table in words: the kernel and when it runs. The first line that applies is taken.
+struct KernelRule {
+    const char* kernel;
+    std::string when;
+};
+std::vector<KernelRule> kernel_rules();
+// Rows from which on an expert takes tiles of bfloat16, by what its weights are stored in.
+struct TileRule {
+    std::string weights;
+    int64_t with_floats, with_int8_residual;  // for the rows that take no tiles
+};
+std::vector<TileRule> tile_rules();
+
+}  // namespace moestro

@@ -1,0 +1,172 @@
+// A matrix by itself, with the kernels of the experts: its rows are cut into ranges, which threads take in turn.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "choose.h"
+#include "counts.h"
+#include "engine.h"
+#include "layout.h"
+#include "schedule.h"
+#include "stored_rows.h"
+#include "team.h"
+
+namespace moestro {
+namespace {
+
+constexpr int64_t kBlock = kTokenBlock;  // token rows that meet a range of weights before the next ones
+constexpr int64_t kSegment = 64;         // outputs that are written at a time
+constexpr int64_t kSmallCall = 1 << 15;  // values of x that are not worth a team of threads
+
+class Linear : public Workspace<Linear> {
+public:
+    Linear(const Isa& isa, const LinearCall& call, int64_t first, int64_t n)
+        : isa_(isa), call_(call), first_(first), n_(n), layout_(call.weights.element, call.weights.columns, isa.lanes),
+          queue_(cut(call)) {
+        x_ = arena().reserve(isa.tiles ? num_tiles() * tile_words(call.weights.columns) : n * layout_.stride());
+    }
+
+    void run() {
+        const int64_t pieces = isa_.tiles ? num_tiles() : n_;
+        const bool small = n_ * call_.weights.columns <= kSmallCall;
+        for (int64_t i = 0; small && i < pieces; ++i) prepare(i);
+        if (!small)
+            run_team(call_.num_threads, [&](int thread, int all) {
+                for (int64_t i = pieces * thread / all; i < pieces * (thread + 1) / all; ++i) prepare(i);
+            });
+        run_team(call_.num_threads, [&](int, int) { take_ranges(); });
+    }
+
+private:
+    // Some outputs of some tokens, and the memory of a thread.
+    struct Part {
+        int64_t first_row, last_row, first_token, num_tokens;
+        float *panel, *sums, *out;
+    };
+
+    int64_t num_tiles() const { return (n_ + 15) / 16; }
+    const uint8_t* row(int64_t t) const {
+        return static_cast<const uint8_t*>(call_.x.data) + bytes_of(call_.x.dtype, (first_ + t) * call_.x.stride);
+    }
+    uint32_t* tile(int64_t i) const { return reinterpret_cast<uint32_t*>(x_) + i * tile_words(call_.weights.columns); }
+
+    void prepare(int64_t i) {
+        const int64_t columns = call_.weights.columns;
+        if (isa_.tiles) {
+            const uint16_t* rows[16];
+            for (int64_t t = 0; t < 16; ++t)
+                rows[t] = 16 * i + t < n_ ? reinterpret_cast<const uint16_t*>(row(16 * i + t)) : nullptr;
+            isa_.tiles->pack(rows, tile_width(n_), columns, is_nibble(call_.weights.element), tile(i));
+            return;
+        }
+        float* to = x_ + i * layout_.stride();
+        float* wide = layout_.nibbles ? scratch().reserve(columns) : to;
+        isa_.widen(row(i), call_.x.dtype, columns, 1.0f, wide);
+        if (wide != to) layout_.place(wide, 0, columns, to);
+        layout_.clear_padding(to);
+    }
+
+    void take_ranges() {
+        const int64_t sums = 4 * kBlock, segment = kBlock * kSegment;
+        const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
+        const int64_t panel = std::max(scratch_floats(layout_.padded, kBlock), of_tiles);
+        float* room = scratch().reserve(panel + sums + segment);
+        const bool counted = is_counting();
+        if (isa_.tiles) isa_.tiles->begin();
+        Reader reader(queue_);
+        while (const Range* range = reader.take())
+            for (int64_t i = range->first; i < range->last; i += kSegment)
+                for (int64_t t = 0; t < n_; t += kBlock) {
+                    const Part part = {i,    std::min(i + kSegment, range->last), t, std::min(kBlock, n_ - t),
+                                       room, room + panel,                        room + panel + sums};
+                    reader.last_pass = t + kBlock >= n_;
+                    reader.counts = counted && i == 0;
+                    if (isa_.tiles) tiled(reader, part);
+                    else dotted(reader, part);
+                    write(part);
+                }
+        if (isa_.tiles) isa_.tiles->end();
+    }
+
+    void dotted(Reader& reader, const Part& part) const {
+        const Projection& p = call_.weights;
+        const int64_t m = part.num_tokens;
+        const float* x[kBlock];
+        for (int64_t r = 0; r < m; ++r) x[r] = x_ + (part.first_token + r) * layout_.stride();
+        Case asked{isa_, p};
+        asked.rows = m;
+        const Kernel kernel = choose(asked);
+        if (reader.counts) count(Stage::linear, kernel);
+        for (int64_t at = part.first_row; at < part.last_row; at += 4) {
+            ReadRow four[4] = {};
+            for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(at + j, part.last_row - 1);
+            FourRows rows;
+            take_rows(rows, p, 0, four);
+            rows.decoded = kernel == Kernel::decoded_dots;
+            if (int64_t then = at; reader.ahead(then, 4)) {
+                for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(then + j, p.rows - 1);
+                follow(rows, p, 0, four);
+            }
+            isa_.four_rows(rows, x, m, part.sums, part.panel);
+            float* out = part.out + at - part.first_row;
+            for (int64_t r = 0; r < m; ++r)
+                for (int64_t j = 0; j < std::min<int64_t>(4, part.last_row - at); ++j)
+                    out[r * kSegment + j] = part.sums[4 * r + j];
+        }
+    }
+
+    void tiled(Reader& reader, const Part& part) const {
+        const Projection& p = call_.weights;
+        const int64_t m = part.num_tokens, tiles = (m + 15) / 16;
+        if (reader.counts) count(Stage::linear, Kernel::bfloat16_tiles);
+        float* y[kBlock];
+        for (int64_t at = part.first_row; at < part.last_row; at += 32) {
+            const auto left = static_cast<int>(part.last_row - at);
+            const int count[2] = {std::min(left, 16), std::clamp(left - 16, 0, 16)};
+            float* out = part.out + at - part.first_row;
+            for (int64_t r = 0; r < tiles * 16; ++r) y[r] = r < m ? out + r * kSegment : nullptr;
+            TileRows rows = tile_rows(p, 0, at, count[1] ? 16 : 0, 1, count);
+            rows.width = tile_width(n_);
+            if (int64_t then = at; reader.ahead(then, 32)) follow(rows, p, 0, then, 16, 1);
+            auto* panel = reinterpret_cast<uint8_t*>(part.panel);
+            isa_.tiles->down(rows, nullptr, tile(part.first_token / 16), tiles, y, panel);
+        }
+    }
+
+    void write(const Part& part) const {
+        float bias[kSegment];
+        const float one[2] = {1.0f, 1.0f};
+        const int64_t n = part.last_row - part.first_row;
+        if (call_.bias.data) {
+            const auto* from = static_cast<const uint8_t*>(call_.bias.data);
+            isa_.widen(from + bytes_of(call_.bias.dtype, part.first_row), call_.bias.dtype, n, 1.0f, bias);
+        }
+        for (int64_t r = 0; r < part.num_tokens; ++r) {
+            const float* rows[2] = {part.out + r * kSegment, bias};
+            const int64_t index = (first_ + part.first_token + r) * call_.weights.rows + part.first_row;
+            auto* out = static_cast<uint8_t*>(call_.out) + bytes_of(call_.out_dtype, index);
+            isa_.combine(rows, one, call_.bias.data ? 2 : 1, n, out, call_.out_dtype);
+        }
+    }
+
+    const Isa& isa_;
+    const LinearCall& call_;
+    const int64_t first_, n_;
+    const Layout layout_;
+    Queue queue_;
+    float* x_ = nullptr;
+};
+
+}  // namespace
+
+void linear(const Isa& isa, const LinearCall& call) {
+    const int64_t most = tokens_at_once(call);
+    const struct Release {
+        ~Release() { Linear::release(); }
+    } release;
+    for (int64_t t = 0; t < call.num_tokens; t += most)
+        Linear(isa, call, t, std::min(most, call.num_tokens - t)).run();
+}
+
+}  // namespace moestro

@@ -1,0 +1,44 @@
+// Row interleave: which rows of weights are read in turn.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace moestro {
+
+constexpr int64_t kChunk = 64;  // columns of h between activations; as many rows of down
+
+// Columns of h, or rows of down. The rows of weights of a column of h are one, two neighbours (gate and up alternate), or
+// two that are `up_distance` rows from one another.
+struct Chunk {
+    int64_t first, columns;
+    bool alternate;
+    int64_t up_distance;
+};
+
+// A row of weights, and what it computes: the gate or the up part of a column of the chunk, counted from its first; nothing
+// where a step has more rows than are left.
+struct ReadRow {
+    int64_t row, column;
+    bool up, counts;
+};
+
+// The N rows of a chunk (a power of two) that are read in the step that computes column `column` of it. Four rows are from
+// four quarters of the chunk, so that each goes on in memory where it ended the step before.
+template <int N> inline void interleave(const Chunk& chunk, int64_t column, ReadRow* to) {
+    constexpr int kLog = N == 4 ? 2 : N == 8 ? 3 : 5;
+    static_assert(N == 1 << kLog);
+    const int doubled = chunk.alternate, halved = chunk.up_distance != 0, each = N >> halved;
+    const int64_t rows = chunk.columns << doubled, steps = (rows + each - 1) >> (kLog - halved);
+    const int64_t step = column << doubled >> (kLog - halved);
+    for (int j = 0; j < each; ++j) {
+        const int64_t index = N == 4 ? j * steps + step : step * each + j, row = std::min(index, rows - 1);
+        to[j] = {(chunk.first << doubled) + row, row >> doubled, chunk.alternate && (row & 1), index < rows};
+    }
+    for (int j = each; j < N; ++j) {
+        const ReadRow& gate = to[j - each];
+        to[j] = {gate.row + chunk.up_distance, gate.column, true, gate.counts};
+    }
+}
+
+}  // namespace moestro

@@ -1,0 +1,178 @@
+// The part of a walk whose rows of tokens are floats or int8.
+
+#include <algorithm>
+#include <cstring>
+
+#include "counts.h"
+#include "walk.h"
+
+namespace moestro {
+namespace {
+
+constexpr int64_t kAheadBytes = 8 << 10;  // of weights are fetched before they are read
+
+int rows_at_once(Kernel kernel) {
+    return kernel == Kernel::int8_tiles ? kInt8TileRows : kernel == Kernel::eight_row_dots ? 8 : 4;
+}
+
+void take_kernel(FourRows& rows, Kernel kernel) {
+    rows.group_scaled = kernel == Kernel::group_scaled_dots;
+    rows.decoded = kernel == Kernel::decoded_dots;
+}
+
+}  // namespace
+
+Walk::Block Walk::block_of(const Active& active, int64_t first, int64_t m, bool down) const {
+    Block block;
+    int64_t n = 0;
+    for (int is_float = int8_ ? 0 : 1; is_float < 2; ++is_float) {
+        for (int64_t r = active.first_row + first; r < active.first_row + first + m; ++r) {
+            const int64_t plain = r - rows_.first_plain, of_x = call_.weight_on_input ? plain : rows_.token[r];
+            if (int8_ && (down ? h_is_float_[plain] : x_is_float_[of_x]) != is_float) continue;
+            block.row[n] = r;
+            block.x[n++] = down ? h_row(r) : tokens_[plain];
+        }
+        if (!is_float) block.integers = n;
+    }
+    return block;
+}
+
+Walk::Products Walk::products(const Projection& p, const Active& active, const Block& block, int64_t m,
+                              const Room& room) const {
+    Case asked{isa_, p};
+    asked.input = input_;
+    asked.may_take_eight = true;
+    asked.group_scales = group_scales(isa_, call_, active.num_rows);
+    asked.rows = m;
+    const Kernel kernel = choose(asked);
+    asked.input = Input::floats;
+    asked.may_take_eight = false;
+    asked.rows = m - block.integers;
+    const Kernel float_kernel = int8_ ? choose(asked) : kernel;
+    const int rows = rows_at_once(kernel);
+    const bool gated = &p == &call_.gate_up && call_.activation.gated;
+    const int64_t ahead = (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows);
+    Products found{p};
+    found.expert = active.expert;
+    found.kernel = kernel, found.float_kernel = float_kernel;
+    found.rows = rows;
+    found.x = block.x;
+    found.integers = block.integers;
+    found.ahead = ahead;
+    if (kernel != Kernel::int8_tiles) return found;
+    auto* packed = reinterpret_cast<uint8_t*>(room.packed);
+    int8_tiles()->pack(p.element, p.columns, p.group_columns, block.x, m, packed);
+    found.integers = m;
+    found.packed = packed;
+    return found;
+}
+
+// Which rows of weights are read in the step that computes column `i` of a range.
+template <int N> void Walk::rows_of_step(const Range& range, int64_t i, ReadRow* at) const {
+    const Activation& act = call_.activation;
+    const int64_t first = range.first + ((i - range.first) & -kChunk), columns = std::min(kChunk, range.last - first);
+    const bool both = !range.down && act.gated;
+    const Chunk chunk = {first, columns, both && act.interleaved,
+                         both && !act.interleaved ? call_.intermediate_size : 0};
+    interleave<N>(chunk, i - first, at);
+}
+
+template <int N>
+void Walk::describe(const Products& products, Reader& reader, int64_t column, ReadRow* at, FourRows* rows) const {
+    rows_of_step<N>(*reader.range, column, at);
+    for (int64_t i = 0; i < N; i += 4) take_rows(rows[i / 4], products.projection, products.expert, at + i);
+    const Range* then = reader.ahead(column, products.ahead);
+    if (!then) return;
+    ReadRow next[N];
+    rows_of_step<N>(*then, column, next);
+    for (int64_t i = 0; i < N; i += 4) moestro::follow(rows[i / 4], projection(*then), expert(*then), next + i);
+}
+
+void Walk::count(const Products& products, const Reader& reader, int64_t m) const {
+    const Stage stage = reader.range->down ? Stage::down : Stage::gate_up;
+    if (!int8_ || products.integers > 0) moestro::count(stage, products.kernel);
+    if (int8_ && products.integers < m) moestro::count(stage, products.float_kernel);
+}
+
+// sums[t][i] of the rows of the step that begins at a column, and m tokens; says which rows these are.
+void Walk::multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room,
+                    ReadRow* at) const {
+    float* const sums = room.sums;
+    if (reader.counts && column == reader.range->first) count(products, reader, m);
+    if (products.kernel == Kernel::eight_row_dots) {
+        FourRows rows[2];
+        describe<8>(products, reader, column, at, rows);
+        isa_.eight_rows(rows, products.x, m, sums, room.panel);
+    } else if (products.kernel == Kernel::int8_tiles) {
+        FourRows rows[kInt8TileRows / 4];
+        describe<kInt8TileRows>(products, reader, column, at, rows);
+        int8_tiles()->rows(rows, products.packed, m, sums, room.panel);
+    } else {
+        FourRows rows;
+        describe<4>(products, reader, column, at, &rows);
+        take_kernel(rows, products.float_kernel);
+        const int64_t n = products.integers;
+        if (n > 0) int8_->four_rows(rows, products.x, n, sums, room.panel);
+        if (n < m) isa_.four_rows(rows, products.x + n, m - n, sums + 4 * n, room.panel);
+    }
+    add_bias(products, at, m, sums);
+}
+
+void Walk::add_bias(const Products& products, const ReadRow* at, int64_t m, float* sums) const {
+    const FloatArray& bias = &products.projection == &call_.gate_up ? call_.gate_up_bias : call_.down_bias;
+    if (!bias.data) return;
+    float values[kInt8TileRows];
+    const int64_t n = products.rows;
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t index = products.expert * bias.stride + at[i].row;
+        isa_.widen(static_cast<const uint8_t*>(bias.data) + bytes_of(bias.dtype, index), bias.dtype, 1, 1.0f, values + i);
+    }
+    for (int64_t t = 0; t < m; ++t)
+        for (int64_t i = 0; i < n; ++i) sums[n * t + i] += values[i];
+}
+
+void Walk::gate_up(const Active& active, Reader& reader, int64_t first, int64_t m, const Room& room) {
+    const Range& range = *reader.range;
+    const Block block = block_of(active, first, m, false);
+    const Products all = products(call_.gate_up, active, block, m, room);
+    const int64_t step = call_.activation.gated ? all.rows / 2 : all.rows;
+    for (int64_t c = range.first; c < range.last; c += kChunk) {
+        const int64_t stop = std::min(c + kChunk, range.last);
+        for (int64_t i = c; i < stop; i += step) {
+            ReadRow at[kInt8TileRows];
+            multiply(all, reader, i, m, room, at);
+            for (int64_t j = 0; j < all.rows; ++j) {
+                float* to = (at[j].up ? room.up : room.gate) + at[j].column;
+                for (int64_t t = 0; t < m && at[j].counts; ++t) to[t * kChunk] = room.sums[all.rows * t + j];
+            }
+        }
+        activate(range, c, block, m, room);
+    }
+}
+
+// Turns the gate and up parts of a chunk, which begins at a column, into h.
+void Walk::activate(const Range& range, int64_t column, const Block& block, int64_t m, const Room& room) {
+    const int64_t n = std::min(kChunk, range.last - column);
+    for (int64_t t = 0; t < m; ++t) {
+        float* gate = room.gate + t * kChunk;
+        isa_.activate(call_.activation, n, gate, room.up + t * kChunk);
+        const int64_t row = block.row[t];
+        if (int8_) std::memcpy(wide_h(row) + column, gate, static_cast<size_t>(n) * sizeof(float));
+        else h_layout_.place(gate, column, n, h_row(row));
+    }
+}
+
+void Walk::down(const Active& active, Reader& reader, int64_t first, int64_t m, const Room& room) {
+    const Range& range = *reader.range;
+    const Block block = block_of(active, first, m, true);
+    const Products all = products(call_.down, active, block, m, room);
+    for (int64_t i = range.first; i < range.last; i += all.rows) {
+        ReadRow at[kInt8TileRows];
+        multiply(all, reader, i, m, room, at);
+        for (int64_t j = 0; j < all.rows; ++j)
+            for (int64_t t = 0; t < m && at[j].counts; ++t)
+                y_[block.row[t] * y_stride_ + at[j].row] = room.sums[all.rows * t + j];
+    }
+}
+
+}  // namespace moestro

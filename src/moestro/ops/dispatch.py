@@ -1,0 +1,278 @@
+"""The one way in: each operation has a priority list of implementations, and the first that can be prepared runs.
+
+A `Prepared` says what will run and how, and can be called. It is kept under a key of the call: everything that the
+choice depends on but the addresses of tensors. Of tensors whose addresses it has taken, `Operation.tensors`, it also
+keeps how they lay, and is made anew where one of them has moved, or has another dtype, shape or strides.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moestro import settings
+from moestro.errors import unsupported
+from moestro.ops.tensors import layout_key
+
+MANY = 64
+"""Tensors of which all are asked for more than their addresses; unstacked experts have more, and asking takes long."""
+
+MOST_KEPT = 4096
+"""Prepared calls that are kept; then the oldest goes."""
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """A kernel of a prepared call.
+
+    Attributes:
+        stage: what of the operation it computes, e.g. "gate_up".
+        kernel: its name.
+        units: how often it is entered: for expert_mlp, blocks of one expert's rows.
+        rows: rows of x that it meets.
+    """
+
+    stage: str
+    kernel: str
+    units: int
+    rows: int
+
+
+def _no_kernels(*arguments: Any) -> tuple[KernelUse, ...]:
+    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A call that has been decided: it can be run, explained, observed and kept.
+
+    Attributes:
+        implementation: its name.
+        compute: the computation; takes the operation's arguments, whatever their values.
+        walk: how it goes through the work, e.g. a strategy's name; empty where there is one way.
+        why: the sentence why that walk.
+        threads: threads of the host that compute; 0 where PyTorch's own operations do.
+        workspace_bytes: memory beside arguments and result; None where PyTorch's own operations allocate it.
+        kernels: what exactly runs for these very arguments, as far as the implementation can tell.
+        values: arguments that are no tensors and that a call key names by their numbers; they live as long as this.
+        routed_only: whether of unstacked experts it reads those that ids name, and no others.
+    """
+
+    implementation: str
+    compute: Callable[..., Any] = field(repr=False)
+    walk: str = ""
+    why: str = ""
+    threads: int = 0
+    workspace_bytes: int | None = None
+    kernels: Callable[..., tuple[KernelUse, ...]] = field(default=_no_kernels, repr=False)
+    values: tuple[Any, ...] = field(default=(), repr=False)
+    routed_only: bool = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.compute(*arguments)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    Attributes:
+        name: what `moestro.use` forces and `moestro.explain` prints.
+        prepare: maps the operation's arguments to a `Prepared`, or to the reason why it cannot run them.
+    """
+
+    name: str
+    prepare: Callable[..., Prepared | str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One line of an explanation: an implementation and why it would not run (None if it would)."""
+
+    name: str
+    reason: str | None
+
+
+def _no_key(*arguments: Any) -> Hashable:
+    return None
+
+
+def _no_tensors(*arguments: Any) -> Sequence[Tensor]:
+    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation and its implementations, best first.
+
+    Attributes:
+        name: what explanations and errors call it.
+        implementations: the priority list.
+        call_key: of its arguments, everything but addresses that decides how they are computed; None where nothing
+            may be kept.
+        tensors: of its arguments, those whose addresses a `Prepared` may have taken.
+        routed: of its arguments, the indices of `tensors` that a call reads which reads routed experts only, or None.
+        owner: of its arguments, the value without which nothing of a call is kept, or None.
+    """
+
+    name: str
+    implementations: tuple[Implementation, ...]
+    call_key: Callable[..., Hashable | None] = _no_key
+    tensors: Callable[..., Sequence[Tensor]] = _no_tensors
+    routed: Callable[..., Sequence[int] | None] = lambda *arguments: None
+    owner: Callable[..., Any] = lambda *arguments: None
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    prepared: Prepared
+    layout: list[Any]
+    owner: weakref.ref[Any] | None
+
+
+_OPERATIONS: dict[str, Operation] = {}
+_KEPT: dict[Hashable, _Kept] = {}
+
+Observer = Callable[[Operation, Prepared, tuple[Any, ...], Any], object]
+_OBSERVERS: contextvars.ContextVar[tuple[Observer, ...]] = contextvars.ContextVar("observers", default=())
+
+
+def register(operation: Operation) -> Operation:
+    """Make an operation known by its name."""
+    _OPERATIONS[operation.name] = operation
+    return operation
+
+
+def operations() -> list[Operation]:
+    """All registered operations, by name."""
+    return [_OPERATIONS[name] for name in sorted(_OPERATIONS)]
+
+
+def run(operation: Operation, *arguments: Any) -> Any:
+    """Compute by the prepared call, and tell observers.
+
+    Raises:
+        UnsupportedError: as `prepare`.
+    """
+    if torch.compiler.is_compiling():  # nothing is kept or observed of what a tracer follows
+        return _first(operation, arguments).compute(*arguments)
+    prepared = prepare(operation, *arguments)
+    result = prepared.compute(*arguments)
+    if _OBSERVERS.get():
+        _tell(operation, prepared, arguments, result)
+    return result
+
+
+def prepare(operation: Operation, *arguments: Any) -> Prepared:
+    """The prepared call of these arguments: one that was kept, or the first of the list that can be prepared.
+
+    Raises:
+        UnsupportedError: the forced name does not exist or cannot run the arguments, or nothing can.
+    """
+    key = operation.call_key(*arguments)
+    if key is None:
+        return _first(operation, arguments)
+    tensors = operation.tensors(*arguments)
+    kept = _KEPT.get(key)
+    if kept is not None and _is_current(kept, tensors, operation, arguments):
+        return kept.prepared
+    prepared = _first(operation, arguments)
+    _keep(key, prepared, layout_key(tensors, len(tensors) > MANY), operation.owner(*arguments))
+    return prepared
+
+
+def _is_current(kept: _Kept, tensors: Sequence[Tensor], operation: Operation, arguments: tuple[Any, ...]) -> bool:
+    """Whether every tensor that the call reads lies as it lay. There is no other rule of staleness."""
+    read, brief = operation.routed(*arguments) if kept.prepared.routed_only else None, len(tensors) > MANY
+    if read is None:
+        return kept.layout == layout_key(tensors, brief)
+    return [kept.layout[i] for i in read] == layout_key([tensors[i] for i in read], brief)
+
+
+def _keep(key: Hashable, prepared: Prepared, layout: list[Any], owner: Any) -> None:
+    while len(_KEPT) >= MOST_KEPT:
+        _KEPT.pop(next(iter(_KEPT)), None)
+    drop = functools.partial(_drop, key)
+    reference = None if owner is None else weakref.ref(owner, drop)
+    _KEPT[key] = _Kept(prepared, layout, reference)
+
+
+def _drop(key: Hashable, owner: weakref.ref[Any], prepared: dict[Hashable, _Kept] = _KEPT) -> None:
+    kept = prepared.get(key)
+    if kept is not None and kept.owner is owner:
+        del prepared[key]
+
+
+def _first(operation: Operation, arguments: tuple[Any, ...]) -> Prepared:
+    entries = allowed(operation)
+    reasons = []
+    for entry in entries:
+        found = entry.prepare(*arguments)
+        if isinstance(found, Prepared):
+            return found
+        reasons.append(f"{entry.name}: {found}")
+    raise unsupported(
+        operation.name,
+        got="arguments that no allowed implementation runs",
+        needs="; ".join(reasons),
+        fix="Drop the forced implementation, or change what the sentence names.",
+    )
+
+
+def allowed(operation: Operation) -> tuple[Implementation, ...]:
+    """The implementations that may run: all, or the one that is forced by name.
+
+    Raises:
+        UnsupportedError: no operation has an implementation of the forced name.
+    """
+    forced = settings.current().implementation
+    if forced is None:
+        return operation.implementations
+    named = tuple(i for i in operation.implementations if i.name == forced)
+    if named:
+        return named
+    if not any(i.name == forced for other in operations() for i in other.implementations):
+        names = (f"{other.name}: {', '.join(i.name for i in other.implementations)}" for other in operations())
+        raise unsupported(
+            operation.name,
+            got=f"implementation={forced!r}",
+            needs=f"one of these ({'; '.join(names)})",
+            fix=f"See moestro.use and the variable {settings.IMPLEMENTATION_VARIABLE}.",
+        )
+    return operation.implementations  # a name that only other operations know does not concern this one
+
+
+def candidates(operation: Operation, *arguments: Any) -> dict[str, Prepared | str]:
+    """Every implementation in order of priority: prepared, or the reason why it cannot run these arguments."""
+    return {i.name: i.prepare(*arguments) for i in operation.implementations}
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Inside, tell the observer of every call in this context: operation, prepared call, arguments and result.
+
+    Calls that the observer makes itself are not told of. Threads started inside have a context of their own.
+    """
+    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    try:
+        yield
+    finally:
+        _OBSERVERS.reset(token)
+
+
+def _tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+    observers = _OBSERVERS.get()
+    token = _OBSERVERS.set(())
+    try:
+        for observer in observers:
+            observer(operation, prepared, arguments, result)
+    finally:
+        _OBSERVERS.reset(token)
