@@ -116,14 +116,14 @@ const int kNumPeakKernels = sizeof(kPeakKernels) / sizeof(kPeakKernels[0]) - 1;
 double peak_rate(const PeakKernel& kernel, int num_threads, double seconds) {
     constexpr double kRun = 4e-3;  // long against the start of a team, short against a slice of the scheduler
     int64_t iterations = 1000;
-    double taken = seconds_of(kernel, num_threads, iterations), best = 0;
-    while (taken < kRun / 2 && iterations < (int64_t{1} << 40)) {
-        iterations *= 2;
-        taken = seconds_of(kernel, num_threads, iterations);
-    }
-    for (double spent = 0; spent < seconds || best == 0; spent += taken) {
-        taken = seconds_of(kernel, num_threads, iterations);
-        best = std::max(best, num_threads * kernel.operations * static_cast<double>(iterations) / taken);
+    double best = 0;
+    for (double spent = 0; spent < seconds || best == 0;) {
+        const double operations = num_threads * kernel.operations * static_cast<double>(iterations);
+        const double taken = seconds_of(kernel, num_threads, iterations);
+        spent += taken;
+        best = std::max(best, operations / taken);
+        // By the best rate so far: a run that other work held up says nothing of how long the next one takes.
+        if (operations / best < kRun / 2 && iterations < (int64_t{1} << 40)) iterations *= 2;
     }
     return best;
 }

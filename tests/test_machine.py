@@ -72,18 +72,6 @@ def test_probe_is_bounded_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         assert machine.probe_bytes() == expected
 
 
-def test_available_bytes_obeys_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   1000 kB\n"}
-    monkeypatch.setattr(machine, "_read", lambda path: files.get(str(path), ""))
-    assert machine.available_bytes() == 1_024_000
-    files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "7\n"}
-    assert machine.available_bytes() == 1_024_000
-    files["/sys/fs/cgroup/memory.max"] = "507\n"
-    assert machine.available_bytes() == 500
-    files |= {"/sys/fs/cgroup/memory.current": "400\n", "/sys/fs/cgroup/memory.stat": "anon 9\ninactive_file 150\n"}
-    assert machine.available_bytes() == 257  # cached files are given back
-
-
 def test_processor_facts_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x86 = "model name\t: Chip 9\nflags\t\t: fpu avx2 avx512_bf16 sse\n"
     monkeypatch.setattr(machine, "_read", lambda path: x86)

@@ -55,8 +55,10 @@ def test_functions_stay_short(path: object) -> None:
 
 
 def parameters(node: Function, method: bool) -> int:
-    """Parameters a caller meets: neither self nor cls."""
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    """Parameters a caller meets: neither self nor cls, nor the device= and dtype= that every torch module takes."""
+    of_torch = {"device", "dtype"} if node.name == "__init__" else set()
+    by_name = [a for a in node.args.kwonlyargs if a.arg not in of_torch]
+    arguments = [*node.args.posonlyargs, *node.args.args, *by_name]
     own = method and bool(arguments) and arguments[0].arg in ("self", "cls")
     return len(arguments) - own
 

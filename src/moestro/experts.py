@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -40,9 +41,10 @@ class Experts(nn.Module):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        activation: gated SwiGLU unless said otherwise.
+        activation: an `Activation` or its name (`Activation.of`): gated SwiGLU unless said otherwise.
         bias: whether both projections have one.
         strategy: as for `moestro.expert_mlp`.
+        device, dtype: of the parameters, as torch modules have it.
 
     Attributes:
         gate_up: parameter [E, 2 * I, H] ([E, I, H] for a plain activation), or None where the experts are stored
@@ -52,7 +54,7 @@ class Experts(nn.Module):
         input_format: as in `ExpertWeights`; "float" until `quantize` or `from_weights` says otherwise.
 
     Raises:
-        InvalidInputError: a size below 1, or an unknown strategy.
+        InvalidInputError: a size below 1, an unknown strategy or activation.
     """
 
     def __init__(
@@ -60,9 +62,12 @@ class Experts(nn.Module):
         num_experts: int,
         hidden_size: int,
         intermediate_size: int,
-        activation: Activation = SWIGLU,
+        activation: Activation | str = SWIGLU,
         bias: bool = False,
         strategy: str = "auto",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if min(num_experts, hidden_size, intermediate_size) < 1:
@@ -73,16 +78,17 @@ class Experts(nn.Module):
                 fix="The order is num_experts, hidden_size, intermediate_size.",
             )
         tuning.parse_strategy(strategy, "Experts")
+        self.activation = activation = Activation.of(activation, "Experts")
         rows = intermediate_size * (2 if activation.gated else 1)
-        self.activation = activation
+        empty = partial(torch.empty, device=device, dtype=dtype)
         self.strategy = strategy
         self.input_format: InputFormat = "float"
         self._stored: dict[str, _Stored] = {}
         self._built: Built | None = None
-        self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
-        self.down: nn.Parameter | None = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
+        self.gate_up: nn.Parameter | None = nn.Parameter(empty(num_experts, rows, hidden_size))
+        self.down: nn.Parameter | None = nn.Parameter(empty(num_experts, hidden_size, intermediate_size))
+        self.gate_up_bias = nn.Parameter(empty(num_experts, rows)) if bias else None
+        self.down_bias = nn.Parameter(empty(num_experts, hidden_size)) if bias else None
         self.reset_parameters()
 
     @classmethod

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moestro import cgroups
+
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PROBE_BYTES = 1 << 30
 _SEGMENTS = 4
@@ -205,7 +207,7 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cache_bytes": cache_bytes(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": _physical_bytes(),
         "memory_available_bytes": available_bytes(),
         "probe_bytes": probe_bytes(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -213,21 +215,33 @@ def describe() -> dict[str, Any]:
     }
 
 
-def available_bytes(device: torch.device | str = "cpu") -> int:
-    """Bytes that can be allocated now: free device memory, or what the kernel and this container leave on a CPU."""
+def available_bytes(device: torch.device | str = "cpu", root: Path = cgroups.ROOT) -> int:
+    """Bytes that can be allocated now: free device memory, or what the kernel and every limit leave on a CPU.
+
+    Args:
+        device: "cpu", or an accelerator of this process.
+        root: the folder that holds proc and sys.
+    """
     device = torch.device(device)
     if device.type != "cpu":
         free, _ = torch.get_device_module(device).mem_get_info(device)
         return int(free)
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
-    free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    if not (limit.isdigit() and used.isdigit()):
-        return free
-    # The kernel gives back cached files that nobody is using before it refuses memory.
-    cached = re.search(r"^inactive_file (\d+)$", _read("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
-    held = max(int(used) - (int(cached[1]) if cached else 0), 0)
-    return min(free, max(int(limit) - held, 0))
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"))
+    free = int(found[1]) * 1024 if found else _physical_bytes() // 2
+    return min([free, *(limit.left_bytes for limit in cgroups.limits(root))])
+
+
+def memory_bytes(root: Path = cgroups.ROOT) -> int:
+    """Bytes that this process could hold: the machine's memory, or the least limit of its control groups.
+
+    Args:
+        root: the folder that holds proc and sys.
+    """
+    return min([_physical_bytes(), *(limit.limit_bytes for limit in cgroups.limits(root))])
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cache_bytes() -> dict[str, int]:

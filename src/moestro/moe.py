@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.ops import gpu
+from moestro.ops.inputs import no_tensor
 from moestro.routing.routers import TopKRouter
 from moestro.tolerances import disagreement
-from moestro.types import Activation, Routing
+from moestro.types import SWIGLU, Activation, Routing
 
 Rewrite = Callable[[Routing], Routing]
 
@@ -76,8 +77,10 @@ class MoE(nn.Module):
         """x [..., H] -> [..., H].
 
         Raises:
-            InvalidInputError: the last dimension of x is not H, or a router's logits are NaN.
+            InvalidInputError: x is no tensor, its last dimension is not H, or a router's logits are NaN.
         """
+        if not isinstance(x, Tensor):
+            raise no_tensor("MoE", "x", x)
         experts = self.experts
         shape, hidden_size = x.shape, experts.hidden_size
         if x.dim() < 1 or shape[-1] != hidden_size or not x.is_floating_point():
@@ -113,10 +116,11 @@ class FFN(MoE):
         intermediate_size: I, of one expert.
         num_experts: E.
         top_k: K, 1 <= K <= E.
-        activation: SwiGLU unless said otherwise.
+        activation: an `Activation` or its name (`Activation.of`): SwiGLU unless said otherwise.
+        device, dtype: of the parameters, as torch modules have it.
 
     Raises:
-        InvalidInputError: sizes do not fit.
+        InvalidInputError: sizes do not fit, or there is no such activation.
     """
 
     def __init__(
@@ -125,10 +129,15 @@ class FFN(MoE):
         intermediate_size: int,
         num_experts: int = 8,
         top_k: int = 2,
-        activation: Activation | None = None,
+        activation: Activation | str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        router = TopKRouter(hidden_size, num_experts, top_k, scoring="softmax-renormalized")
-        super().__init__(router, Experts(num_experts, hidden_size, intermediate_size, activation or Activation()))
+        chosen = SWIGLU if activation is None else Activation.of(activation, "FFN")
+        where: Any = {"device": device, "dtype": dtype}
+        router = TopKRouter(hidden_size, num_experts, top_k, scoring="softmax-renormalized", **where)
+        super().__init__(router, Experts(num_experts, hidden_size, intermediate_size, chosen, **where))
 
     @classmethod
     def from_dense(cls, dense: nn.Module, num_experts: int, top_k: int, activation: Activation | None = None) -> FFN:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch.compiler import is_dynamo_compiling
 
 IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
 STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
@@ -21,16 +25,29 @@ class Settings:
     strategy: str | None = None
 
 
-class _Holder:
-    """The settings in force, in a place torch.compile can read and guard."""
+# A variable that is set but empty names nothing.
+_PROCESS = Settings(os.environ.get(IMPLEMENTATION_VARIABLE) or None, os.environ.get(STRATEGY_VARIABLE) or None)
+_Blocks = tuple[Settings, ...]
 
-    # A variable that is set but empty names nothing.
-    settings = Settings(os.environ.get(IMPLEMENTATION_VARIABLE) or None, os.environ.get(STRATEGY_VARIABLE) or None)
+# The blocks that are open here, and what they come to.
+_open: ContextVar[_Blocks] = ContextVar("moestro.use", default=())
+_current: ContextVar[Settings] = ContextVar("moestro.settings", default=_PROCESS)
+
+
+class _Thread(threading.local):
+    """The same for a thread, in a place that torch.compile can read and guard. It can do neither with a ContextVar."""
+
+    def __init__(self) -> None:
+        self.blocks: _Blocks = ()
+        self.settings = _PROCESS
+
+
+_thread = _Thread()
 
 
 def current() -> Settings:
     """The settings in force."""
-    return _Holder.settings
+    return _thread.settings if is_dynamo_compiling() else _current.get()
 
 
 def bench_peers() -> str | None:
@@ -48,20 +65,45 @@ def cache_folder() -> Path:
 
 @contextmanager
 def use(implementation: str | None = None, strategy: str | None = None) -> Iterator[None]:
-    """Force an implementation or a strategy by name in the whole process while the block is open.
+    """Force an implementation or a strategy by name while the block is open, in this thread and task only.
 
     ``with moestro.use(implementation="reference"): ...``. An implementation that does not exist, or
     cannot run the arguments it meets, raises `UnsupportedError` at the call, and an unknown strategy
     `InvalidInputError`: there is no silent fallback. The environment variables MOESTRO_IMPLEMENTATION and
     MOESTRO_STRATEGY set the same two values for a whole process.
 
+    The setting is kept in a `contextvars.ContextVar`: threads that are started inside the block do not have it, asyncio
+    tasks that are made inside it do. Blocks may overlap; what the last one still open names counts.
+
     Args:
         implementation: a name from `moestro.explain`, or None to leave it.
         strategy: "grouped", "blockwise", "selective" or "all_experts", or None to leave it.
     """
-    before = _Holder.settings
-    _Holder.settings = Settings(implementation or before.implementation, strategy or before.strategy)
+    block = Settings(implementation, strategy)
+    _set((*_here(), block), (*_thread.blocks, block))
     try:
         yield
     finally:
-        _Holder.settings = before
+        _set(_without(_here(), block), _without(_thread.blocks, block))
+
+
+def _here() -> _Blocks:
+    return () if is_dynamo_compiling() else _open.get()
+
+
+def _set(here: _Blocks, in_thread: _Blocks) -> None:
+    _thread.blocks, _thread.settings = in_thread, _merged(in_thread)
+    if not is_dynamo_compiling():
+        _open.set(here)
+        _current.set(_merged(here))
+
+
+def _merged(blocks: _Blocks) -> Settings:
+    merged = _PROCESS
+    for block in blocks:
+        merged = Settings(block.implementation or merged.implementation, block.strategy or merged.strategy)
+    return merged
+
+
+def _without(blocks: _Blocks, closed: Settings) -> _Blocks:
+    return tuple(block for block in blocks if block is not closed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,9 +22,10 @@ class SharedExperts(nn.Module):
         hidden_size: H.
         intermediate_size: I, of one shared expert.
         num_shared_experts: S.
-        activation: SwiGLU unless said otherwise; gate and up stand one after the other.
+        activation: an `Activation` or its name: SwiGLU unless said otherwise; gate and up stand one after the other.
         gate: whether the output is multiplied by sigmoid(g . x), as in Qwen2-MoE.
         bias: whether the projections have one.
+        device, dtype: of the parameters, as torch modules have it.
 
     Attributes:
         gate_up: parameter [2 * S * I, H] ([S * I, H] for a plain activation).
@@ -31,7 +34,7 @@ class SharedExperts(nn.Module):
         gate_up_bias, down_bias: parameters [2 * S * I] and [H], or None.
 
     Raises:
-        InvalidInputError: a size below 1, or an interleaved activation.
+        InvalidInputError: a size below 1, an unknown activation, or an interleaved one.
     """
 
     def __init__(
@@ -39,11 +42,15 @@ class SharedExperts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         num_shared_experts: int = 1,
-        activation: Activation = SWIGLU,
+        activation: Activation | str = SWIGLU,
         gate: bool = False,
         bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.activation = activation = Activation.of(activation, "SharedExperts")
         if min(hidden_size, intermediate_size, num_shared_experts) < 1 or activation.interleaved:
             raise invalid_input(
                 "SharedExperts",
@@ -52,14 +59,15 @@ class SharedExperts(nn.Module):
                 needs="sizes of at least 1 and an activation that is not interleaved",
                 fix="Reorder interleaved rows to gate first, then up.",
             )
+        self.num_shared_experts = num_shared_experts
         inner = num_shared_experts * intermediate_size
         rows = inner * (2 if activation.gated else 1)
-        self.activation = activation
-        self.gate_up = nn.Parameter(torch.empty(rows, hidden_size))
-        self.down = nn.Parameter(torch.empty(hidden_size, inner))
-        self.output_gate = nn.Parameter(torch.empty(1, hidden_size)) if gate else None
-        self.gate_up_bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+        empty = partial(torch.empty, device=device, dtype=dtype)
+        self.gate_up = nn.Parameter(empty(rows, hidden_size))
+        self.down = nn.Parameter(empty(hidden_size, inner))
+        self.output_gate = nn.Parameter(empty(1, hidden_size)) if gate else None
+        self.gate_up_bias = nn.Parameter(empty(rows)) if bias else None
+        self.down_bias = nn.Parameter(empty(hidden_size)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -70,6 +78,14 @@ class SharedExperts(nn.Module):
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+
+    def extra_repr(self) -> str:
+        inner, bias = self.down.shape[1], self.gate_up_bias is not None
+        return (
+            f"hidden_size={self.down.shape[0]}, intermediate_size={inner // self.num_shared_experts}, "
+            f"num_shared_experts={self.num_shared_experts}, activation={self.activation.kind!r}, "
+            f"gate={self.output_gate is not None}, bias={bias}"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H].

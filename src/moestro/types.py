@@ -8,7 +8,7 @@ Shape legend, used in every docstring of the package:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -104,6 +104,20 @@ class Routing:
     @property
     def top_k(self) -> int:
         return self.expert_ids.shape[1]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """``expert_ids, routing_weights = routing``."""
+        return iter((self.expert_ids, self.routing_weights))
+
+    def __repr__(self) -> str:
+        ids, weights = self.expert_ids, self.routing_weights
+        kinds = f"{ids.dtype} and {weights.dtype} on {ids.device}".replace("torch.", "")
+        return f"Routing(num_tokens={self.num_tokens}, top_k={self.top_k}, {kinds}, weight_on={self.weight_on!r})"
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Routing:
+        """The same routing on a device."""
+        ids, weights = (tensor.to(device, non_blocking=non_blocking) for tensor in self)
+        return Routing.unchecked(ids, weights, self.weight_on)
 
     def with_ids(self, expert_ids: Tensor) -> Routing:
         """The same weights with other ids: what every rewrite of the routing returns."""
@@ -208,6 +222,27 @@ class Activation:
         # Here and not where it is needed: a tracer that lets sizes vary takes an object's numbers for sizes.
         object.__setattr__(self, "_code", self._encode())
 
+    @classmethod
+    def of(cls, value: Activation | str, operation: str = "Activation") -> Activation:
+        """An activation from its name: a kind ("gelu" is ``Activation("gelu")``, gated), or one of `PRESETS`.
+
+        Raises:
+            InvalidInputError: another name, or something else, such as a module or a function.
+        """
+        if isinstance(value, cls):
+            return value
+        names = [kind for kind in ActivationKind.__args__ if kind != "custom"]  # type: ignore[attr-defined]
+        if isinstance(value, str) and value in PRESETS:
+            return PRESETS[value]
+        if isinstance(value, str) and value in names:
+            return cls(kind=value)  # type: ignore[arg-type]
+        raise invalid_input(
+            operation,
+            got=f"activation={value!r}" if isinstance(value, str) else f"an activation of type {type(value).__name__}",
+            needs=f"an Activation, or one of {', '.join([*names, *PRESETS])}",
+            fix='A function of your own is Activation(kind="custom", function=...); a plain expert has gated=False.',
+        )
+
     def _encode(self) -> str:
         limit = "none" if self.limit is None else repr(float(self.limit))
         numbers = f"{float(self.alpha)!r}|{limit}|{float(self.up_offset)!r}"
@@ -234,6 +269,13 @@ class Activation:
 
 SWIGLU = Activation()
 GPT_OSS_SWIGLU = Activation(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)
+PRESETS = {
+    "swiglu": SWIGLU,
+    "geglu": Activation("gelu"),
+    "reglu": Activation("relu"),
+    "gpt-oss-swiglu": GPT_OSS_SWIGLU,
+}
+"""Activations that have a name of their own; all are gated."""
 
 
 def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:

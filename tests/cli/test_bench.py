@@ -12,7 +12,8 @@ from moestro import machine
 from moestro.bench import layers
 from moestro.bench import peers as peers_module
 from moestro.bench.peers import Variant, ours, outside
-from moestro.cli.bench import app
+from moestro.cli.bench import QUICK_BUDGET, app
+from moestro.errors import UnsupportedError
 from moestro.machine import Roof
 
 
@@ -72,6 +73,25 @@ def test_all_layers_quick() -> None:
     rows = json.loads(result.stdout)["rows"]
     assert {row["layer"] for row in rows} == set(layers.LAYERS)
     assert {row["num_tokens"] for row in rows} == {1, 16, 128}
+
+
+def test_quick_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def stop(plan, on_point):
+        plans.append(plan)
+        raise UnsupportedError("[bench layer] got enough")
+
+    monkeypatch.setattr("moestro.bench.run", stop)
+    for options in (["layer", "--quick"], ["layer"]):
+        result = CliRunner().invoke(app, options)
+        assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, "[bench layer] got enough")
+    assert [plan.budget for plan in plans] == [QUICK_BUDGET, None]
+
+
+def test_progress_is_said_in_words_where_no_terminal_is() -> None:
+    result = bench("--tokens", "2", "--dtype", "float32", "--peers", "none")
+    assert result.stderr.splitlines()[:2] == ["measuring the roof", "point 1 of 1: olmoe float32 T=2"]
 
 
 def test_json_survives_a_failing_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

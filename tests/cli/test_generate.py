@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 from typer.testing import CliRunner, Result
 
 import moestro
@@ -63,7 +66,7 @@ def test_text_on_stdout_and_the_rest_on_stderr(model_folder: Path) -> None:
     assert re.fullmatch(r"prompt \d+ tokens, [\d.]+ tokens/s; generated 20 tokens, [\d.]+ tokens/s", first)
     assert second == (
         f"{model_folder}: 2 expert layers served; prompt by {ENGINE} (grouped), "
-        f"generation by {ENGINE} (selective); float32"
+        f"generation by {ENGINE} (selective); float32; experts float32, memory-mapped"
     )
 
 
@@ -110,7 +113,6 @@ def test_a_format_is_said(model_folder: Path, tmp_path: Path) -> None:
     found = as_json(*options, "--format", "int8")
     assert found["stored_experts"] == ["int8, in memory"]
     assert run(*options, "--format", "int8").stderr.endswith("; float32; experts int8, in memory\n")
-    assert as_json(*options)["stored_experts"] == []
     moestro.load(model_folder, format="int8").save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
     saved = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20")
@@ -142,10 +144,27 @@ def test_projections_by_the_engine(model_folder: Path) -> None:
     refused(run(*options[:-1], "float32", "--projections", "--format", "int8"), "linear modules have float32")
 
 
-def test_experts_beyond_half_of_the_free_memory_are_mapped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moestro.hf.text_model.available_bytes", lambda: 1000)
-    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+@pytest.mark.parametrize("options", [(), ("--dtype", "float32")])
+def test_experts_are_mapped(model_folder: Path, options: tuple[str, ...]) -> None:
+    found = as_json(PROMPT, "--model", str(model_folder), "--max-new-tokens", "20", *options)
     assert found["stored_experts"] == ["float32, memory-mapped"]
+    assert found["text"] == expected_text(model_folder, 20)
+
+
+def test_another_dtype_is_read_where_memory_holds_it(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "2", "--dtype", "bfloat16")
+    assert as_json(*options)["stored_experts"] == []
+    monkeypatch.setattr("moestro.hf.text_model.available_bytes", lambda: 1000)
+    assert as_json(*options)["stored_experts"] == ["float32, memory-mapped"]
+
+
+def test_a_checkpoint_without_safetensors_is_read(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    found = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20")
+    assert found["stored_experts"] == []
     assert found["text"] == expected_text(model_folder, 20)
 
 
@@ -201,8 +220,8 @@ def test_chat_uses_the_template(model_folder: Path, tmp_path: Path) -> None:
         ("no tokenizer", "without a tokenizer"),
         ("no weights", "needs readable weights"),
         ("cut", "bytes that are missing"),
-        ("missing weight", "1 weights missing, such as model.norm.weight"),
-        ("other shapes", "of other shapes than its configuration says"),
+        ("missing weight", "without a tensor for model.norm.weight"),
+        ("other shapes", "as the model's configuration says"),
         ("dense", "Qwen3ForCausalLM, a dense model"),
         ("image", "needs a causal language model"),
         ("unknown", "no_such_architecture"),
@@ -222,7 +241,10 @@ def test_a_model_that_cannot_run(broken: Callable[[str], str], fault: str, says:
         (["--temperature", "0.5"], "temperature without do_sample"),
         (["--no-do-sample", "--top-k", "5"], "top_k without do_sample"),
         (["--seed", "5"], "seed without do_sample"),
-        (["--do-sample", "--temperature", "0"], "temperature=0.0; needs above 0"),
+        (["--do-sample", "--temperature", "0"], "temperature=0.0; needs at least 1e-06 with do_sample"),
+        (["--do-sample", "--temperature", "1e-40"], "temperature=1e-40; needs at least 1e-06"),
+        (["--temperature", "-1"], "temperature=-1.0; needs at least 1e-06, or 0 for greedy"),
+        (["--temperature", "0", "--top-k", "5"], "Add do_sample=True (--do-sample), or drop top_k."),
         (["--do-sample", "--top-p", "1.5"], "top_p=1.5"),
         (["--do-sample", "--top-p", "nan"], "top_p=nan"),
         (["--do-sample", "--min-p", "-1"], "min_p=-1.0"),
@@ -241,13 +263,45 @@ def test_an_option_that_cannot_be(model_folder: Path, options: list[str], says: 
     refused(run(PROMPT, "--model", str(model_folder), *options), says)
 
 
+def test_temperature_0_is_greedy(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    settings = {"do_sample": True, "temperature": 2.0, "top_k": 40, "eos_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    found = as_json(PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20", "--temperature", "0")
+    assert found["text"] == expected_text(model_folder, 20)
+
+
+def test_logits_that_are_not_finite(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refused(run(PROMPT, "--model", str(tmp_path), "--do-sample", "--json"), "logits of")
+
+
+def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "model-q4.gguf"
+    path.write_bytes(b"GGUF")
+    for name in (path, tmp_path):
+        refused(run(PROMPT, "--model", str(name)), f"{name}, in llama.cpp's GGUF format")
+
+
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_an_empty_prompt(prompt: str) -> None:
     refused(run(prompt, "--model", "nowhere/at-all"), "an empty prompt")
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("mxfp4", "multiple of 32"), ("int3", "mxfp4"), ("nf4", "[find_format] got ")]
+    ("name", "says"),
+    [
+        ("mxfp4", "multiple of 32"),
+        ("int3", "mxfp4"),
+        ("nf4", "[find_format] got "),
+        ("int4", "int4-g128"),
+        ("fp8", ". Perhaps fp8-e4m3"),
+        ("MXFP4", ". Perhaps mxfp4"),
+    ],
 )
 def test_a_format_that_cannot_be(model_folder: Path, name: str, says: str) -> None:
     refused(run(PROMPT, "--model", str(model_folder), "--format", name), says)
@@ -313,12 +367,29 @@ def test_refused_before_the_weights_are_read(
     assert run(PROMPT, "--model", str(model_folder), *options).exit_code == 2
 
 
-def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Not enough space"),
+    ],
+)
+def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: object, **options: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        raise error
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    refused(run(PROMPT, "--model", str(model_folder)), "for which the memory does not suffice")
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "from_pretrained", fail)
+    options = (PROMPT, "--model", str(model_folder))
+    for given, advice in {
+        (): "Choose a 16-bit dtype, experts of fewer bits (--format mxfp4, in Python",
+        ("--dtype", "bfloat16"): "Choose experts of fewer bits (--format mxfp4, in Python",
+        ("--dtype", "bfloat16", "--format", "int8"): "Choose a smaller model.",
+    }.items():
+        result = run(*options, *given)
+        refused(result, "for which the memory does not suffice")
+        assert advice in result.stderr
 
 
 def test_overlapping_watchers_leave_nothing_behind() -> None:

@@ -37,6 +37,15 @@ def test_json() -> None:
     assert found["roof"] is found["peaks"] is None
 
 
+def test_the_build_of_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package of PyPI has version 2.13.0 and calls itself 2.13.0+cu130."""
+    monkeypatch.setattr("moestro.cli.info.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    found = json.loads(run("--json").stdout)["versions"]
+    assert (found["torch"], found["numpy"]) == ("2.13.0+cu130", "2.13.0")
+    assert "2.13.0+cu130" in run().stdout
+
+
 def test_every_implementation_is_listed_in_order() -> None:
     found = json.loads(run("--json").stdout)["implementations"]
     assert {op: [e["name"] for e in entries] for op, entries in found.items()} == {

@@ -94,8 +94,8 @@ def test_dtype(model_folder: Path, text: Path) -> None:
         (["--format", "int8", "--text", "no-such-file"], "'no-such-file' (No such file or directory)"),
         (["--format", "int8", "--text", "."], "'.' (Is a directory)"),
         (["--format", "int8", "--plot", "x.jpg"], "'x.jpg'"),
-        (["--format", "int8", "--plot", "no/such/folder/x.png"], "'no/such/folder/x.png' to write to"),
-        (["--format", "int8", "--report", "."], "'.' to write to"),
+        (["--format", "int8", "--plot", "no/such/folder/x.png"], "'no/such/folder/x.png' (No such file or directory)"),
+        (["--format", "int8", "--report", "."], "'.' (Is a directory)"),
     ],
 )
 def test_refused(model_folder: Path, text: Path, more: list[str], says: str) -> None:

@@ -253,10 +253,12 @@ KERNELS = SimpleNamespace(
 
 
 @pytest.fixture
-def swapped(made):
+def swapped(made, monkeypatch):
     """gpt-oss with Transformers' MXFP4 modules, filled by its own code from a published checkpoint."""
     if not hasattr(transformers_mxfp4, "Mxfp4GptOssMLP"):
         pytest.skip("this Transformers puts no module in the place of gpt-oss's MLP")
+    # Transformers moves tensors of the CPU to the accelerator that PyTorch was built for, whether there is one or not.
+    monkeypatch.setattr(transformers_mxfp4, "get_current_accelerator", lambda: None, raising=False)
     folder = made.folder("gpt-oss-20b")
     tensors = read(folder)
     settings = AutoConfig.from_pretrained(folder)

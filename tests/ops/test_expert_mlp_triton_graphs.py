@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from dataclasses import replace
 
 import pytest
@@ -210,12 +211,8 @@ def test_explain_says_how(triton_device):
 
 def test_unforced_a_cpu_tensor_is_left_to_others():
     x, routing, weights = case(torch.device("cpu"))
-    before = moestro.settings._Holder.settings
-    moestro.settings._Holder.settings = moestro.settings.Settings()
-    try:
-        found = moestro.explain(moestro.expert_mlp, x, routing, weights)
-    finally:
-        moestro.settings._Holder.settings = before
+    unforced = contextvars.Context()  # in which no block is open
+    found = unforced.run(moestro.explain, moestro.expert_mlp, x, routing, weights)
     assert found.chosen != "triton"
     assert "NVIDIA GPUs" in next(c.reason for c in found.candidates if c.name == "triton")
 

@@ -17,6 +17,7 @@ import torch
 from moestro import machine
 from moestro.bench.failures import DeviceLostError, check_device, failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, make_layer
+from moestro.bench.peaks import settle
 from moestro.bench.peers import outside
 from moestro.bench.peers.variant import Bind, Variant
 from moestro.bench.point import Limits, Point, no_room, run_point
@@ -48,6 +49,8 @@ def run(plan: Plan, on_point: Say = lambda text: None) -> Report:
         report.rows += _unreached(report, plan, f"the device was lost{by}: {lost.reason}")
     if refusal is not None and not report.rows:
         raise refusal
+    if torch.device(plan.device).type == "cpu":
+        settle(report)
     return report
 
 
@@ -79,6 +82,8 @@ def start(plan: Plan) -> tuple[Report, Plan]:
     plan, notes = only_those_here(plan)
     if notes:
         report.notes["run"] = notes
+    if on_cpu:
+        settle(report)
     return report, plan
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
 
 import moestro
-from moestro.cli import bench, generate, info, quality, quantize
+from moestro.cli import bench, generate, info, quality, quantize, streams
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -42,7 +42,4 @@ def root(
 
 def main() -> None:
     """What the `moestro` script and ``python -m moestro`` run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
-    app(prog_name="moestro")
+    sys.exit(streams.run(partial(app, prog_name="moestro")))

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moestro.errors import MoestroError, invalid_input
+from moestro.cli import progress
+from moestro.cli.refusal import refusals
+from moestro.cli.targets import check_writable
+from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,8 @@ QUICK_TOKENS = "1,16,128"
 SECONDS = 1.0
 PIPE_WIDTH = 120
 QUICK_SECONDS = 0.1
+QUICK_BUDGET = 40.0
+"""Seconds for all points of a quick run. Starting and measuring the roof come before."""
 
 
 @app.callback()
@@ -46,7 +51,9 @@ def layer(
     peers: Annotated[str, typer.Option(help="Names of peers, or all, or none.")] = "all",
     seconds_per_point: Annotated[float | None, typer.Option(help=f"For each variant. [default: {SECONDS}]")] = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; {QUICK_SECONDS} s a variant.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; {QUICK_SECONDS} s a variant; under a minute.")
+    ] = False,
     json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a roofline picture (.png, .svg, .pdf).")] = None,
 ) -> None:
@@ -64,7 +71,7 @@ def layer(
     console = Console(stderr=json_path == "-")
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    try:
+    with refusals():
         _check_targets(json_path, plot)
         plan = Plan(
             layers=_layers(_split(*(layers or ["olmoe"]))),
@@ -74,11 +81,9 @@ def layer(
             peers=tuple(named_peers(_split(peers))),
             seconds=seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
             device=device,
+            budget=QUICK_BUDGET if quick else None,
         )
         report = _measure(plan, peers)
-    except MoestroError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
     if json_path is not None:
         text = json.dumps(report.as_json(), indent=1)
         if json_path == "-":
@@ -132,43 +137,15 @@ def _check_targets(json_path: str | None, plot: Path | None) -> None:
         check_ending(plot)
     for path in (plot, Path(json_path) if json_path not in (None, "-") else None):
         if path is not None:
-            _check_writable(path)
-
-
-def _check_writable(path: Path) -> None:
-    existed = path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise invalid_input(
-            "bench layer",
-            got=f"{str(path)!r} ({error.strerror})",
-            needs="a file that can be written",
-            fix="Name a file in a folder that exists.",
-        ) from None
-    if not existed:
-        path.unlink()
+            check_writable(path, "bench layer")
 
 
 def _measure(plan: Plan, peers: str) -> Report:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from moestro.bench import run
     from moestro.bench.measure import num_points
     from moestro.bench.peers import outside
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        points = num_points(plan)
-        task = progress.add_task("measuring the roof", total=points)
-        started = False
-
-        def on_point(text: str) -> None:
-            nonlocal started
-            progress.update(task, description=text, advance=1 if started else 0)
-            started = True
-
+    with progress.points(num_points(plan)) as on_point:
         report = run(plan, on_point)
     if peers == "all" and (why := outside.missing()) is not None:
         report.notes.setdefault("run", []).append(why)

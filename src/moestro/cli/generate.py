@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat the message to answer.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or - to read it; with --chat to answer.")],
     model: Annotated[
         str | None, typer.Option(help="A local folder or a hub id.", show_default="the bundled model")
     ] = None,
@@ -31,7 +31,7 @@ def generate(
     do_sample: Annotated[
         bool | None, typer.Option(help="Sample, or take the likeliest token.", show_default="the model's own way")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="With --do-sample.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="With --do-sample; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="With --do-sample: the k likeliest tokens only.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="With --do-sample: the likeliest tokens of this total probability.")
@@ -64,6 +64,7 @@ def generate(
         sampling = library.Sampling(
             max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed
         )
+        prompt = _read() if prompt == "-" else prompt
         library.check_prompt(prompt)
         with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
             check = partial(library.check_length, request=(prompt, sampling, chat))
@@ -78,6 +79,11 @@ def generate(
                 return
     _write("\n")
     typer.secho(summary(text_model, found), err=True, dim=True)
+
+
+def _read() -> str:
+    """Standard input, whatever the locale: bytes that are no UTF-8 are refused like those of an argument."""
+    return sys.stdin.buffer.read().decode(errors="surrogateescape") if sys.stdin is not None else ""
 
 
 def _write(text: str) -> None:

@@ -53,14 +53,16 @@ def collect(measure: bool) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """Installed versions; None for what is not installed."""
+    """Installed versions; None for what is not installed. PyTorch's own says which build it is ("+cu130")."""
+    import torch
+
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return found
+    return {**found, "torch": str(torch.__version__)}
 
 
 def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moestro.cli.refusal import refusals
+from moestro.cli.targets import check_writable
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
@@ -92,10 +93,7 @@ def _check_targets(plot: Path | None, report: Path | None) -> None:
                 "quality", got="--plot", needs="matplotlib", fix="Install it: pip install matplotlib."
             ) from None
     for path in filter(None, (plot, report)):
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise invalid_input(
-                "quality", got=f"{str(path)!r} to write to", needs="a file", fix="Name one in a folder that exists."
-            )
+        check_writable(path, "quality")
 
 
 @contextmanager

@@ -76,7 +76,8 @@ class PackedTensor:
         global_scales: one float32 a matrix ([] for a matrix, [E] for a stack), for formats that have it.
 
     Raises:
-        InvalidInputError: the tensors are not of the dtypes and shapes the format says.
+        InvalidInputError: the tensors are not of the dtypes and shapes the format says, or the last group of a row
+            is cut off. Only blocks of several rows may be.
     """
 
     data: Tensor
@@ -96,6 +97,13 @@ class PackedTensor:
         scaling = self.format.scaling
         lead = self.data.shape[:-2]
         n, k = self.shape[-2:]
+        if scaling is not None and scaling.rows == 1 and scaling.columns and k % scaling.columns:
+            raise invalid_input(
+                "PackedTensor",
+                got=f"rows of {k} weights for format {self.format.name}",
+                needs=f"rows whose length is a multiple of its group, {scaling.columns}",
+                fix="Pad the columns with zeros, or name a format whose groups divide them.",
+            )
         grid = None if scaling is None else (*lead, *scaling.blocks(n, k))
         has_zeros = scaling is not None and scaling.zeros
         has_global = scaling is not None and scaling.global_scales

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from moestro.errors import invalid_input
 from moestro.formats import fp4, fp8, int4, int8, mxfp4, nvfp4
 from moestro.formats.base import WeightFormat
@@ -56,6 +58,12 @@ def find_format(name: str) -> WeightFormat:
             "find_format",
             got=f"format {name!r}",
             needs=f"one of {', '.join(FORMATS)}",
-            fix="See docs/reference/formats.md.",
+            fix=_nearest(name),
         )
     return found
+
+
+def _nearest(name: str) -> str:
+    """A name that was perhaps meant: one that goes on from there, else one that looks alike."""
+    meant = [known for known in FORMATS if known.startswith(f"{name}-")] or get_close_matches(name.lower(), FORMATS)
+    return f"Perhaps {' or '.join(meant)}." if meant else "Pick one of these."

@@ -21,6 +21,8 @@ from moestro.ops.dispatch import Operation, Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP
 
 DEFAULT_NEW_TOKENS = 256
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by less may leave the range of float32."""
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "seed")
 _CONTEXT_FOR_TEXT = 8
 _UNFINISHED = "\ufffd"
@@ -33,7 +35,7 @@ class Sampling:
     Attributes:
         max_new_tokens: at least 1; None for 256, or what the model's context leaves.
         do_sample: sample, or take the likeliest token. The five below, but for repetition_penalty, need it.
-        temperature: above 0.
+        temperature: at least 1e-6, or 0 to take the likeliest token, which do_sample must not contradict.
         top_k: at least 0; 0 for no limit.
         top_p: above 0, at most 1.
         min_p: 0 to 1.
@@ -56,7 +58,11 @@ class Sampling:
     def __post_init__(self) -> None:
         rules: dict[str, tuple[Callable[[float], bool], str]] = {
             "max_new_tokens": (lambda v: v >= 1, "at least 1"),
-            "temperature": (lambda v: v > 0, "above 0"),
+            "temperature": (
+                (lambda v: v >= LEAST_TEMPERATURE, f"at least {LEAST_TEMPERATURE:g} with do_sample")
+                if self.do_sample
+                else (lambda v: v == 0 or v >= LEAST_TEMPERATURE, f"at least {LEAST_TEMPERATURE:g}, or 0 for greedy")
+            ),
             "top_k": (lambda v: v >= 0, "at least 0 (0 for no limit)"),
             "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
             "min_p": (lambda v: 0 <= v <= 1, "0 to 1"),
@@ -135,7 +141,7 @@ def generate(
 
     Raises:
         InvalidInputError: an empty prompt, no chat template, a prompt or max_new_tokens beyond the model's context,
-            or a sampling option where nothing is sampled.
+            a sampling option where nothing is sampled, or logits that are not finite where tokens are sampled.
     """
     sampling = Sampling() if sampling is None else sampling
     inputs = _encode(text_model, prompt, chat)
@@ -145,7 +151,7 @@ def generate(
     streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None))
     with _observed(lambda ran: (new_ran if streamer.times else prompt_ran).setdefault(ran)), _seeded(sampling.seed):
         start = time.perf_counter()
-        ids = text_model.model.generate(**inputs, generation_config=config, streamer=streamer)
+        ids = _generated(text_model, inputs, config, streamer)
     new_ids = ids[0, inputs["input_ids"].shape[1] :].tolist()
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return Generation(
@@ -158,6 +164,23 @@ def generate(
         prompt_ran=tuple(prompt_ran),
         new_ran=tuple(new_ran),
     )
+
+
+def _generated(
+    text_model: TextModel, inputs: dict[str, Tensor], config: GenerationConfig, streamer: Streamer
+) -> Tensor:
+    try:
+        ids: Tensor = text_model.model.generate(**inputs, generation_config=config, streamer=streamer)
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):  # what torch.multinomial says of NaN
+            raise
+        raise invalid_input(
+            "generate",
+            got=f"logits of {text_model.name} that are not finite",
+            needs="finite logits to sample from",
+            fix="Try dtype float32; if it stays so, the weights hold NaN or numbers that are too large.",
+        ) from error
+    return ids
 
 
 class Streamer(BaseStreamer):
@@ -210,7 +233,16 @@ class Streamer(BaseStreamer):
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a prompt without text, before a model is loaded for it."""
+    """Refuse a prompt without text, or whose bytes are no text, before a model is loaded for it."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise invalid_input(
+            "generate",
+            got="a prompt with bytes that are no text in this locale's encoding",
+            needs="UTF-8",
+            fix="Set a locale such as LC_ALL=C.UTF-8, or convert the prompt.",
+        ) from None
     if not prompt.strip():
         raise invalid_input("generate", got="an empty prompt", needs="some text to continue", fix="Write a prompt.")
 
@@ -271,6 +303,9 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
     """The model's generation configuration with what was asked for on top."""
     config = copy.deepcopy(text_model.model.generation_config)
     asked = {f.name: v for f in fields(Sampling) if (v := getattr(sampling, f.name)) is not None}
+    if asked.get("temperature") == 0:
+        del asked["temperature"]
+        asked["do_sample"] = False
     if not asked.get("do_sample", config.do_sample):
         for name in _SAMPLING_ONLY:
             if name in asked:
@@ -278,7 +313,7 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
                     "generate",
                     got=f"{name} without do_sample",
                     needs="do_sample, since greedy generation takes the likeliest token whatever the rest",
-                    fix=f"Add do_sample, or drop {name}.",
+                    fix=f"Add do_sample=True (--do-sample), or drop {name}.",
                 )
             if name != "seed":
                 setattr(config, name, None)

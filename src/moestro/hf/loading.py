@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,13 @@ def load(
     own = _with_kept(wanted, quantization)
     own.source, own.complete = quantization, True
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
-    with readable, fitting(OPERATION, source):
+    room = partial(fitting, OPERATION, source, dtype if dtype not in (None, "auto") else config.dtype, own.format)
+    with readable, room():
         model, report = model_class(config).from_pretrained(
             source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
         )
     _check_complete(path_or_id, report)
-    with fitting(OPERATION, source):
+    with room():
         return model if place is None else model.to(place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,13 @@ def find_model(name: str | Path, operation: str) -> str:
         folder = Path(name)
     if (folder / "config.json").is_file():
         return str(folder)
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        raise invalid_input(
+            operation,
+            got=f"{name}, in llama.cpp's GGUF format",
+            needs="a folder with config.json and safetensors files",
+            fix="Name the checkpoint that it was made from; `moestro quantize` and --format make it as small.",
+        )
     if folder.exists():
         raise invalid_input(
             operation,
@@ -107,24 +115,46 @@ def find_device(name: torch.device | str, operation: str) -> torch.device:
 
 
 @contextmanager
-def fitting(operation: str, source: str | Path) -> Iterator[None]:
-    """Say that memory ran out, if that is what happened."""
+def fitting(
+    operation: str, source: str | Path, dtype: torch.dtype | str | None = None, format: str | None = None
+) -> Iterator[None]:
+    """Say that memory ran out, if that is what happened, and what would take less.
+
+    Args:
+        operation: for the message.
+        source: the model, for the message.
+        dtype: of its weights, if that is known.
+        format: what its experts are quantised to.
+    """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         if not out_of_memory(error):
             raise
         raise invalid_input(
             operation,
             got=f"{source}, for which the memory does not suffice",
             needs="memory for all of its weights",
-            fix="Choose a 16-bit dtype or a smaller model.",
+            fix=_lighter(dtype, format),
         ) from error
+
+
+def _lighter(dtype: torch.dtype | str | None, format: str | None) -> str:
+    ways = ["a smaller model"]
+    if format is None:
+        ways.insert(0, 'experts of fewer bits (--format mxfp4, in Python format="mxfp4")')
+    if str(dtype).removeprefix("torch.") in ("float32", "float64"):
+        ways.insert(0, "a 16-bit dtype")
+    return f"Choose {', '.join(ways[:-1])} or {ways[-1]}." if len(ways) > 1 else f"Choose {ways[0]}."
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is what torch or Python raise for memory that is not there."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "allocate memory" in str(error)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    )
 
 
 @contextmanager

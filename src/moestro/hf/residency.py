@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from moestro.checkpoint import Checkpoint
+from moestro.machine import memory_bytes
 
 SHARE = 0.5
-"""Of the machine's memory: while this process takes up more, layers give their mapped pages back after their use."""
+"""Of the memory this process may hold: while it takes up more, layers give their mapped pages back after their use."""
 
 _STATM = "/proc/self/statm"
 
@@ -28,7 +29,7 @@ class Residency:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._limit = int(SHARE * os.sysconf("SC_PHYS_PAGES")) if _known() else None
+        self._limit = int(SHARE * memory_bytes() / os.sysconf("SC_PAGE_SIZE")) if _known() else None
         self._last: Mapping[str, Tensor] = {}
 
     def turn_to(self, tensors: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def load_text_model(
     """Load a Mixture-of-Experts language model and let moestro serve its expert layers.
 
     A model that would be refused for its architecture is refused before its weights are read or downloaded. Experts
-    that are quantised, or too many for half of the free memory, stay as their checkpoint stores them (`moestro.load`).
+    stay as their checkpoint stores them (`moestro.load`), unless `dtype` names another dtype than the checkpoint's and
+    the weights in it take less than half of the free memory.
 
     Args:
         model: a local folder, a hub id, or None for the bundled model.
@@ -152,12 +154,13 @@ def load_text_model(
     if check is not None:
         check(found.name, found.tokenizer, found.context)
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
-    with readable, fitting(OPERATION, source):
-        how = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
+    how = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
+    room = partial(fitting, OPERATION, source, dtype if dtype != "auto" else found.config.dtype, how.format)
+    with readable, room():
         stays = not how.changes_nothing or how.input_format != "float" or _stays(found, dtype)
         loaded = load(source, how, dtype) if stays else _weights(source, found.config, dtype)
     accelerate(loaded, strategy, projections=how.projections)
-    with fitting(OPERATION, source):
+    with room():
         loaded = loaded.to(target).eval()
     return TextModel(found.name, loaded, found.tokenizer, tuple(served(loaded)))
 
@@ -202,15 +205,24 @@ def _unfit(source: str, problem: str) -> MoestroError:
 
 
 def _stays(found: TextSource, dtype: str) -> bool:
-    """Whether experts are to stay as stored: they are quantised, or would leave less than half of the memory free."""
+    """Whether experts are to stay as stored: nothing else was asked for, or memory would not hold them otherwise."""
     quantization = getattr(found.config, "quantization_config", None) or {}
     if quantization:
         return quantization.get("quant_method") in QUANTIZED and not quantization.get("dequantize")
-    if any(layer.adapter.projections is None for layer in find(found.skeleton)):
+    if not _mappable(found):
         return False
-    size = None if dtype == "auto" else getattr(torch, dtype).itemsize
-    total = sum(p.numel() * (size or p.element_size()) for p in found.skeleton.parameters())
+    if dtype == "auto" or getattr(torch, dtype) == found.config.dtype:
+        return True
+    total = sum(p.numel() for p in found.skeleton.parameters()) * getattr(torch, dtype).itemsize
     return bool(total > available_bytes() / 2)
+
+
+def _mappable(found: TextSource) -> bool:
+    """Whether the experts can stay in their files: in families that say where, and in safetensors."""
+    folder = Path(found.path)
+    return all(layer.adapter.projections is not None for layer in find(found.skeleton)) and (
+        not folder.is_dir() or any(folder.glob("*.safetensors"))
+    )
 
 
 def _refuse_early(source: str, config: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,6 +52,7 @@ class TopKRouter(nn.Module):
         scoring: a `Scoring` or the name of a preset, e.g. "softmax", "softmax-topk", "sigmoid-renormalized", "llama4".
         bias: whether the logits have a learned bias.
         correction_bias: whether selection has a bias of its own, which never reaches the weights.
+        device, dtype: of the parameters, as torch modules have it.
 
     Attributes:
         num_experts: how many experts the ids name: E, or E + S with scoring.shared_experts S.
@@ -72,6 +75,9 @@ class TopKRouter(nn.Module):
         scoring: str | Scoring = "softmax-renormalized",
         bias: bool = False,
         correction_bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if hidden_size < 1 or not 1 <= top_k <= num_experts:
@@ -85,9 +91,10 @@ class TopKRouter(nn.Module):
         self.scoring = Scoring.of(scoring)
         rows = num_experts + self.scoring.shared_experts
         self.num_experts = rows
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
-        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        own = torch.zeros(num_experts, device=device, dtype=torch.float32) if correction_bias else None
+        self.register_buffer("correction_bias", own)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -141,7 +148,7 @@ class GroupLimitedRouter(TopKRouter):
         top_k: K, at most the number of experts in the kept groups.
         groups: e.g. GroupLimit(num_groups=8, top_groups=4).
         scoring: as for `TopKRouter`. DeepSeek-V3: Scoring("sigmoid", renormalize=True, epsilon=1e-20, scale=2.5).
-        bias: as for `TopKRouter`.
+        bias, device, dtype: as for `TopKRouter`.
 
     Raises:
         InvalidInputError: sizes do not fit.
@@ -155,7 +162,11 @@ class GroupLimitedRouter(TopKRouter):
         groups: GroupLimit,
         scoring: str | Scoring = "sigmoid-renormalized",
         bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, scoring, bias, correction_bias=True)
+        where: Any = {"device": device, "dtype": dtype}
+        super().__init__(hidden_size, num_experts, top_k, scoring, bias, correction_bias=True, **where)
         groups.check(num_experts, top_k)
         self.groups = groups

@@ -1,0 +1,117 @@
+"""What a command says and how it ends when its streams, its arguments' bytes or the user's patience run out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moestro.cli import progress
+from moestro.cli.streams import BROKEN_PIPE
+
+MOESTRO = f"{sys.executable} -m moestro"
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of bash; the exit code is that of moestro, wherever it stands in a pipe."""
+    line = f"set -o pipefail; {command}"
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, env={**os.environ, **environment}, timeout=240, check=False
+    )
+
+
+def refused(done: subprocess.CompletedProcess[bytes], says: str) -> None:
+    assert done.returncode == 2, done
+    (line,) = done.stderr.decode().splitlines()
+    assert says in line
+    assert "; needs " in line
+
+
+@pytest.mark.parametrize("command", ["--version", "info"])
+def test_a_closed_standard_output(command: str) -> None:
+    refused(shell(f"{MOESTRO} {command} >&-"), "got a closed standard output")
+
+
+def test_both_streams_closed() -> None:
+    assert shell(f"{MOESTRO} --version >&- 2>&-").returncode == 2
+
+
+@FULL
+@pytest.mark.parametrize("command", ["--version", "info", "info --json"])
+def test_a_full_device(command: str) -> None:
+    refused(
+        shell(f"{MOESTRO} {command} >/dev/full"), "standard output that cannot be written (No space left on device)"
+    )
+
+
+@FULL
+def test_text_onto_a_full_device(model_folder: Path) -> None:
+    refused(shell(f"{MOESTRO} generate abc --model {model_folder} >/dev/full"), "cannot be written (No space left")
+
+
+@pytest.mark.parametrize("command", ["info --json", "info", "generate abc --model {folder}", "--help"])
+def test_a_reader_that_leaves(command: str, model_folder: Path) -> None:
+    # The reader has left for certain before anything is written.
+    done = shell(f"{MOESTRO} {command.format(folder=model_folder)} > >(exec 0<&-; sleep 0.1)", PYTHONUNBUFFERED="1")
+    assert (done.returncode, done.stderr) in ((BROKEN_PIPE, b""), (0, b"")), done
+
+
+def test_a_pipe_that_is_cut(model_folder: Path) -> None:
+    done = shell(f"{MOESTRO} generate abc --model {model_folder} | head -c 1")
+    assert done.returncode in (0, BROKEN_PIPE), done
+    assert done.stdout == b"a"
+    assert b"Traceback" not in done.stderr
+    assert b"Exception ignored" not in done.stderr
+
+
+def test_quantize_finishes_without_a_reader(model_folder: Path, tmp_path: Path) -> None:
+    done = shell(f"{MOESTRO} quantize {model_folder} {tmp_path / 'q'} --format int8 | true")
+    assert done.returncode in (0, BROKEN_PIPE), done
+    assert done.stderr == b""
+    assert (tmp_path / "q" / "config.json").is_file()
+
+
+def test_bytes_that_are_no_text() -> None:
+    refused(shell(rf"{MOESTRO} generate $'\xff\xfe'"), "bytes that are no text")
+    refused(shell(rf"printf '\xff\xfe' | {MOESTRO} generate -"), "bytes that are no text")
+    refused(shell(rf"{MOESTRO} generate abc --model $'./\xff\xfe'"), "where there is no folder")
+
+
+def test_the_prompt_from_standard_input(model_folder: Path) -> None:
+    for locale in ("C.UTF-8", "C"):
+        line = f"printf 'd\\xc3\\xa9f f' | {MOESTRO} generate - --model {model_folder} --max-new-tokens 1 --json"
+        done = shell(line, LC_ALL=locale, PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+        assert done.returncode == 0, done
+        assert b'"prompt": "d\\u00e9f f"' in done.stdout
+    refused(shell(f"{MOESTRO} generate - </dev/null"), "an empty prompt")
+    refused(shell(f"{MOESTRO} generate - <&-"), "an empty prompt")
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0])
+def test_an_interrupt_while_it_starts(seconds: float) -> None:
+    """The package's import alone takes about a second: until it is done Ctrl-C meets another line of it each time."""
+    command = [sys.executable, "-c", "from moestro_command import main; main()", "info"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (130, 0), errors.decode()
+    assert b"Traceback" not in errors
+
+
+def test_progress_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 1.0, 2.0, 9.0])
+    with progress.points(4, clock=lambda: next(times)) as on_point:
+        for name in ("a", "b", "c"):
+            on_point(name)
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring the roof",
+        "point 1 of 4: a",
+        "point 3 of 4: c, about 9 s left",
+    ]
