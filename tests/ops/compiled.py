@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,16 @@ import torch
 
 import moestro
 from moestro import Activation, ExpertWeights, Routing
-from moestro.formats import FORMATS, PackedTensor, SplitTensor, StoredExperts
-from moestro.ops import expert_mlp, gpu
+from moestro.formats import FORMATS
+from moestro.ops import dispatch, gpu
 from moestro.ops.expert_mlp import triton as engine
 from moestro.ops.expert_mlp import triton_tuning
 from moestro.ops.gpu import Device, shared_memory
-from moestro.ops.topk import triton as topk_triton
-from moestro.routing import triton as routing_triton
 from moestro.types import GPT_OSS_SWIGLU
 
 from . import problems
 from .stored import apart
+from .triton_calls import launch
 
 ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120": 170}
 """Multiprocessors of a part of each: A100, RTX 3090, RTX 4090, H200, RTX 5090."""
@@ -121,9 +120,8 @@ def forget() -> None:
         for value in list(vars(module).values()) if module and module.__name__.startswith("moestro.") else ():
             if isinstance(value, JITFunction):
                 value.device_caches.clear()
-    for kept in (gpu.kept, topk_triton._launch, routing_triton._launch):
-        kept.cache_clear()
-    engine._launches()._COMPILED.clear()
+    gpu.kept.cache_clear()
+    dispatch._KEPT.clear()
 
 
 def measured(name: str, kernel: Any, architecture: str) -> Compiled:
@@ -159,75 +157,8 @@ def layer(
     with compiling(architecture) as found:
         problem = triton_tuning.replace(engine.problem(x, routing, weights), num_experts=128)
         how = triton_tuning.choose(problem, device(architecture), ("auto", None), invariant=False)
-        engine.launch(x, routing, weights, how)
+        launch(x, routing, weights, how)
     return {name: measured(name, kernel, architecture) for name, kernel in found.items()}
-
-
-def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
-    """Every tensor among them, those of tuples included."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, tuple | list):
-            yield from tensors_of(argument)
-
-
-def relaunched(architecture: str, num_tokens: int, form: str = "bfloat16") -> None:
-    """Fail unless later launches of each kernel hand the driver what the first did, for their own tensors."""
-    stored, _, rows = form.removesuffix("+apart").partition("/")
-    weights, other = (
-        ExpertWeights.from_dense(torch.zeros(3, 64, 64), torch.zeros(3, 64, 32)).quantize(stored) for _ in "ab"
-    )
-    weights, other = (replace(w, input_format=rows or "float") for w in (weights, other))
-    if form.endswith("+apart"):
-        weights, other = apart(weights), apart(other)
-    x = torch.zeros(num_tokens, 64).bfloat16()
-    routing = Routing(torch.zeros(num_tokens, 2, dtype=torch.long), torch.zeros(num_tokens, 2))
-    with launching(architecture) as handed, taken_for_a_gpu():
-        for layer in (weights, weights, other, other):
-            expert_mlp.run(x, routing, layer)
-        kinds = engine._launches()._COMPILED
-        known = len(kinds)
-        expert_mlp.run(torch.zeros(num_tokens * 64 + 1).bfloat16()[1:].view(-1, 64), routing, other)
-        assert len(kinds) == known + 1, "a kernel that was compiled for multiples of 16 takes other pointers"
-    count = len(handed) // 5
-    calls = [handed[i * count : (i + 1) * count] for i in range(4)]
-    both = ([*first_of(w.gate_up).tensors, *first_of(w.down).tensors] for w in (weights, other))
-    owned = [{t.data_ptr() for t in (x, *tensors_of(vars(routing).values()), *tensors)} for tensors in both]
-    for i, call in enumerate(calls):
-        given = {a if isinstance(a, int) else a.data_ptr() for launch in call for a in pointers(launch)}
-        assert owned[i // 2] <= given, (i, owned[i // 2] - given)
-        for first, launch in zip(calls[0], call, strict=True):
-            alike(first, launch, owned[0] if i < 2 else owned[0] & owned[1])
-            print("relaunched", form, launch[0], len(launch))
-
-
-def first_of(stored: StoredExperts) -> PackedTensor:
-    """The stack, or of experts apart the matrix from which the table counts."""
-    return stored.matrices[0][0] if isinstance(stored, SplitTensor) else stored
-
-
-def pointers(arguments: Any) -> Iterator[Any]:
-    """Tensors and addresses among arguments: an address is a number that no size here reaches."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument > 1 << 32):
-            yield argument
-        elif isinstance(argument, tuple | list):
-            yield from pointers(argument)
-
-
-def alike(first: Any, later: Any, same: set[int]) -> None:
-    """Fail unless arguments are the first ones, addresses of tensors in their place; of those in `same`, their own."""
-    if isinstance(first, tuple | list):
-        assert len(first) == len(later), (first, later)
-        for u, v in zip(first, later, strict=True):
-            alike(u, v, same)
-    elif isinstance(first, torch.Tensor):
-        place = later if isinstance(later, int) else later.data_ptr()
-        assert place % 16 == first.data_ptr() % 16, (first, later)
-        assert place == first.data_ptr() or first.data_ptr() not in same, (first, later)
-    elif not hasattr(first, "base") and type(first).__name__ not in ("LazyDict", "HookChain"):
-        assert getattr(first, "value", first) == getattr(later, "value", later), (first, later)
 
 
 @contextmanager
@@ -252,18 +183,12 @@ def edges(architecture: str) -> None:
             routing = problems.routing(sizes)
         with compiling(architecture) as found:
             how = engine.plan(x, routing, made, strategy)
-            engine.launch(x, routing, made, how)
+            launch(x, routing, made, how)
         print("edge", shape, activation.code, dtype, how.strategy, *sorted(found), flush=True)
 
 
 def main(arguments: list[str]) -> None:
     """Print a line for each kernel of the chosen architectures, dtypes and formats, at several numbers of tokens."""
-    if "relaunch" in arguments:
-        for architecture, num_tokens in itertools.product([a for a in arguments if a in ARCHITECTURES], (1, 100)):
-            relaunched(architecture, num_tokens)
-            relaunched(architecture, num_tokens, "int8/int8")
-            relaunched(architecture, num_tokens, "mxfp4+apart")
-        return
     architectures = [a for a in arguments if a in ARCHITECTURES] or list(ARCHITECTURES)
     if "edges" in arguments:
         for architecture in architectures:

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from moestro.ops import gpu_checks
-from moestro.ops.grouping import triton as grouping
-from moestro.ops.topk import triton as topk
+from moestro.ops import gpu_checks, grouping
+from moestro.ops import topk
+from moestro.ops.grouping import triton as grouping_triton
 from moestro.routing import GroupLimit, Scoring
 from moestro.routing import triton as routing
 

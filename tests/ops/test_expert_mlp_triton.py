@@ -10,13 +10,13 @@ import torch
 
 import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
-from moestro.ops.expert_mlp import triton as engine
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
 
 from . import problems
 from .stored import PACKED, poison, sizes_for
+from .triton_calls import launch, why_unsupported
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = Tile(columns=32, depth=32, stages=2)
@@ -31,8 +31,8 @@ PLANS = {
 
 
 def check(x: torch.Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> torch.Tensor:
-    assert engine.supports(x, routing, weights) is None
-    y = engine.launch(x, routing, weights, how)
+    assert why_unsupported(x, routing, weights) is None
+    y = launch(x, routing, weights, how)
     assert y.dtype == x.dtype
     assert_close(y, reference.expert_mlp(x, routing, weights).to(x.dtype), x.dtype)
     return y
@@ -72,10 +72,10 @@ def test_a_limit_keeps_nan_and_small_numbers_keep_their_digits():
         activation = Activation(kind, gated=False, limit=2.0)
         weights = ExpertWeights.from_dense(torch.eye(4)[None], torch.eye(4)[None], activation=activation)
         x = torch.tensor([[1e-20, -1e-8, 0.24, 0.26], [-0.24, -0.26, 90.0, -90.0], [0.0, 0.5, 3.0, 1e-3]])
-        y = engine.launch(x, Routing(ids, w), weights, SMALL)
+        y = launch(x, Routing(ids, w), weights, SMALL)
         torch.testing.assert_close(y, reference.expert_mlp(x, Routing(ids, w), weights), rtol=1e-6, atol=1e-30)
         x[1] = torch.nan
-        found = engine.launch(x, Routing(ids, w), weights, SMALL)
+        found = launch(x, Routing(ids, w), weights, SMALL)
         assert torch.isnan(found[1]).all()
         assert torch.isfinite(found[[0, 2]]).all()
 
@@ -118,7 +118,7 @@ def test_experts_nobody_asks_for_are_not_read():
         ids = torch.tensor([[0, 1], [-1, -1], [2, 0], [1, -1], [0, 2], [4, 4]])
         x = torch.randn(6, 40)
         x[1] = torch.nan
-        y = engine.launch(x, Routing(ids, torch.rand(6, 2)), weights, how)
+        y = launch(x, Routing(ids, torch.rand(6, 2)), weights, how)
         assert torch.isfinite(y).all()
         assert (y[1] == 0).all()
 
@@ -133,11 +133,11 @@ def test_ids_beyond_the_experts_are_empty_slots(how):
     ids = torch.tensor([[0, 3, 2], [1 << 32, 1, (1 << 40) + 2], [5, (1 << 31) - 1, 3], [-2, 2, -1 - (1 << 33)]])
     by = torch.rand(4, 3)
     inside = torch.where((ids >= 0) & (ids < 3), ids, -1)
-    expected = engine.launch(x, Routing(inside, by), weights, how)
+    expected = launch(x, Routing(inside, by), weights, how)
     assert_close(expected, reference.expert_mlp(x, Routing(inside, by), weights), torch.float32)
-    assert bit_equal(engine.launch(x, Routing(ids, by.masked_fill(inside < 0, torch.nan)), weights, how), expected)
+    assert bit_equal(launch(x, Routing(ids, by.masked_fill(inside < 0, torch.nan)), weights, how), expected)
     narrow = ids.clamp(-(1 << 31), (1 << 31) - 1).int()
-    assert bit_equal(engine.launch(x, Routing(narrow, by), weights, how), expected)
+    assert bit_equal(launch(x, Routing(narrow, by), weights, how), expected)
     assert (expected[2] == 0).all()
 
 
@@ -147,7 +147,7 @@ def test_nothing_to_compute(sizes):
     weights = ExpertWeights.from_dense(torch.randn(e, 2 * i, h), torch.randn(e, h, i), None, torch.randn(e, h))
     routing = Routing(torch.zeros(t, k, dtype=torch.long), torch.rand(t, k))
     for how in (SMALL, PLANS["pairs"]):
-        y = engine.launch(torch.randn(t, h), routing, weights, how)
+        y = launch(torch.randn(t, h), routing, weights, how)
         assert_close(y, reference.expert_mlp(torch.randn(t, h), routing, weights), torch.float32)
 
 
@@ -179,6 +179,7 @@ def test_strategies_by_the_public_function(strategy):
     assert bit_equal(y, moestro.expert_mlp(x, routing, weights, strategy))
 
 
+@pytest.mark.usefixtures("products_in_order")
 def test_a_tokens_bits_do_not_depend_on_its_batch():
     """With torch.use_deterministic_algorithms(True), under which tests run."""
     sizes = problems.Sizes(70, 40, 24, 4, 2)

@@ -10,8 +10,6 @@ import torch
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.formats import SplitTensor, dense, quantize
 from moestro.ops import expert_mlp, gpu
-from moestro.ops.expert_mlp import triton as engine
-from moestro.ops.expert_mlp import triton_known
 from moestro.ops.expert_mlp.triton_tuning import Tile
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
@@ -19,6 +17,7 @@ from tolerances import assert_close, bit_equal
 from . import problems
 from .stored import PACKED, apart, poison, sizes_for
 from .test_expert_mlp_triton import PLANS, SMALL
+from .triton_calls import launch, why_unsupported
 from .watched import watching
 
 
@@ -43,16 +42,16 @@ def test_every_format_has_the_bits_of_a_stack(name):
         how = replace(SMALL, gate_up=tile, down=tile)
         split = apart(stack)
         assert isinstance(split.gate_up, SplitTensor)
-        assert engine.supports(x, routing, split) is None
-        y = engine.launch(x, routing, split, how)
-        assert bit_equal(y, engine.launch(x, routing, stack, how))
+        assert why_unsupported(x, routing, split) is None
+        y = launch(x, routing, split, how)
+        assert bit_equal(y, launch(x, routing, stack, how))
         assert_close(y, reference.expert_mlp(x, routing, split), torch.float32)
 
 
 @pytest.mark.parametrize("how", PLANS.values(), ids=PLANS)
 def test_every_plan(how):
     x, routing, stack = case()
-    assert bit_equal(engine.launch(x, routing, apart(stack), how), engine.launch(x, routing, stack, how))
+    assert bit_equal(launch(x, routing, apart(stack), how), launch(x, routing, stack, how))
 
 
 def halves(name: str) -> tuple[torch.Tensor, Routing, ExpertWeights]:
@@ -70,7 +69,7 @@ def halves(name: str) -> tuple[torch.Tensor, Routing, ExpertWeights]:
 def test_halves_with_scales_and_factors_of_their_own(name):
     x, routing, weights = halves(name)
     for how in (PLANS["pairs"], PLANS["swapped"]):
-        y = engine.launch(x, routing, weights, how)
+        y = launch(x, routing, weights, how)
         assert_close(y, reference.expert_mlp(x, routing, weights), torch.float32)
 
 
@@ -87,7 +86,7 @@ def test_matrices_of_any_one_set_of_strides():
     down = SplitTensor(tuple((dense_matrix(torch.randn(21, 37).T),) for _ in range(4)))
     gate_up = SplitTensor(tuple((dense_matrix(w[:, 0, :37]), dense_matrix(w[:, 1, 3:])) for w in whole))
     weights = ExpertWeights(gate_up, down)
-    assert engine.supports(x, routing, weights) is None
+    assert why_unsupported(x, routing, weights) is None
     assert_close(expert_mlp.run(x, routing, weights), reference.expert_mlp(x, routing, weights), torch.float32)
 
 
@@ -107,9 +106,9 @@ def test_what_a_table_cannot_say_is_refused():
         ),
     }
     for words, stored in refused.items():
-        assert words in (engine.supports(x, routing, replace(stack, down=stored)) or ""), words
+        assert words in (why_unsupported(x, routing, replace(stack, down=stored)) or ""), words
     first.data.data = first.data.half()
-    assert "another dtype" in (engine.supports(x, routing, replace(stack, down=down)) or "")
+    assert "another dtype" in (why_unsupported(x, routing, replace(stack, down=down)) or "")
 
 
 def test_experts_nobody_asks_for_are_not_read():
@@ -129,7 +128,7 @@ def test_every_address_lies_in_the_matrix_of_its_expert(monkeypatch):
         with watching(monkeypatch) as seen:
             for t in split.tensors:  # kernels are given the first of each alone
                 seen.ranges[t.data_ptr(), t.data_ptr() + t.nbytes] = True
-            y = engine.launch(x, routing, split, how)
+            y = launch(x, routing, split, how)
         assert_close(y, reference.expert_mlp(x, routing, split), torch.float32)
 
 

@@ -13,11 +13,11 @@ from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import PackedTensor, SplitTensor
 from moestro.ops import expert_mlp, gpu
-from moestro.ops.expert_mlp import triton as engine
 from tolerances import assert_close, bit_equal
 
 from . import problems
 from .stored import apart, moved
+from .triton_calls import why_unsupported
 
 pytestmark = pytest.mark.usefixtures("triton_device")
 
@@ -131,7 +131,7 @@ def test_the_node_that_stays_on_the_device_stands_for_what_the_kernels_take(trit
 
     with torch.no_grad():
         torch.compile(layer, fullgraph=True, backend=keep)(x, ids, by)
-        taken = engine.supports(x, Routing(ids, by), weights) is None
+        taken = why_unsupported(x, Routing(ids, by), weights) is None
     assert any("expert_mlp_on_device" in target for target in seen) is taken
     assert sum("expert_mlp" in target for target in seen) == 1
     assert taken is (name in ("dense", "half", "transposed", "mxfp4", "apart", "rows as int8", "rows as fp8"))
@@ -182,10 +182,10 @@ def test_reasons_are_sentences(triton_device):
         "one set of strides": (x, routing, replace(weights, gate_up=differing(weights))),
     }
     for words, arguments in refused.items():
-        assert words in (engine.supports(*arguments) or ""), words
+        assert words in (why_unsupported(*arguments) or ""), words
         with pytest.raises(UnsupportedError, match=words):
             moestro.expert_mlp(*arguments)
-    assert engine.supports(x, routing, weights) is None
+    assert why_unsupported(x, routing, weights) is None
 
 
 def test_the_node_passes_the_checks_of_torch_library(triton_device):

@@ -12,13 +12,13 @@ import torch
 
 from moestro import ExpertWeights, Routing, reference
 from moestro.ops import gpu
-from moestro.ops.expert_mlp import triton as engine
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close
 
 from . import problems
 from .stored import sizes_for
 from .test_expert_mlp_triton import PLANS, SMALL, TILE
+from .triton_calls import launch
 from .watched import watching
 
 pytestmark = [
@@ -41,7 +41,7 @@ def test_padded_rows_are_not_loaded_and_empty_blocks_not_run(monkeypatch, name):
     ids = torch.tensor([[0, 3], [-1, 3], [-1, -1], [0, -1], [3, 0], [3, -1]])
     x = torch.randn(6, H)
     with watching(monkeypatch) as seen:
-        engine.launch(x, Routing(ids, torch.rand(6, 2)), layer, how)
+        launch(x, Routing(ids, torch.rand(6, 2)), layer, how)
     counts = torch.bincount(ids[ids >= 0], minlength=5).tolist()
     blocks = sum(-(-n // how.block) for n in counts)
     columns = -(-2 * INNER // how.gate_up.columns)
@@ -62,7 +62,7 @@ def test_consecutive_blocks_of_an_expert_meet_its_weights_once(monkeypatch):
         how = replace(SMALL, block=3, gate_up=tile, down=tile)
         layer = weights(3)
         with watching(monkeypatch) as seen:
-            engine.launch(torch.randn(13, H), Routing(ids, torch.rand(13, 1)), layer, how)
+            launch(torch.randn(13, H), Routing(ids, torch.rand(13, 1)), layer, how)
         for stored, columns in ((layer.gate_up.data, 3), (layer.down.data, 3)):
             last = [divmod(int(a.max()), stored.shape[2]) for a in seen.of(stored)]
             tiles = [row for row, column in last if column < 32]  # the first step of each tile, by its last row
@@ -76,7 +76,7 @@ def test_every_address_lies_in_a_tensor(monkeypatch):
         layer = problems.weights(sizes, GPT_OSS_SWIGLU, torch.float32, bias=True).quantize(name)
         how = PLANS[("split", "swapped", "pairs")[i % 3]]
         with watching(monkeypatch):
-            engine.launch(torch.randn(3, sizes.hidden_size), problems.routing(sizes), layer, how)
+            launch(torch.randn(3, sizes.hidden_size), problems.routing(sizes), layer, how)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -84,14 +84,14 @@ def test_ids_beyond_the_experts_lead_to_no_address(monkeypatch, name):
     ids = torch.tensor([[2, 0], [1 << 20, 1 << 33], [-5, 1]])
     layer, x = weights(2), torch.randn(3, H)
     with watching(monkeypatch) as seen:
-        engine.launch(x, Routing(ids, torch.rand(3, 2)), layer, PLANS[name])
+        launch(x, Routing(ids, torch.rand(3, 2)), layer, PLANS[name])
     assert set(np.concatenate(seen.of(x)) // H) == {0, 2}
 
 
 def test_an_address_in_no_tensor_is_found(monkeypatch):
     routing = Routing.unchecked(torch.zeros(3, 1, dtype=torch.long), torch.rand(1, 1), "output")
     with watching(monkeypatch), pytest.raises(Exception, match="lie in no tensor"):
-        engine.launch(torch.randn(3, H), routing, weights(2), PLANS["pairs"])
+        launch(torch.randn(3, H), routing, weights(2), PLANS["pairs"])
 
 
 def test_products_of_sizes_past_two_to_the_31(tmp_path: Path):
@@ -107,5 +107,5 @@ def test_products_of_sizes_past_two_to_the_31(tmp_path: Path):
     routing = Routing(torch.tensor([[1, 0], [1, -1], [0, 1]]), torch.rand(3, 2))
     layer = ExpertWeights.from_dense(gate_up, down)
     for name in ("ordered", "swapped", "pairs"):
-        y = engine.launch(x, routing, layer, PLANS[name])
+        y = launch(x, routing, layer, PLANS[name])
         assert_close(y, reference.expert_mlp(x, routing, layer).half(), torch.float16)

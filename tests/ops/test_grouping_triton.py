@@ -129,14 +129,14 @@ def test_the_launch_is_a_function_of_shape() -> None:
 
 def test_what_it_leaves_to_others(triton_device: torch.device) -> None:
     ids = torch.zeros(4, 2, dtype=torch.int64, device=triton_device)
-    assert triton.supports(ids, 5) is None
-    assert "at most 4096 experts" in str(triton.supports(ids, tuning.MOST_EXPERTS + 1))
-    assert "is on meta" in str(triton.supports(ids.to("meta"), 5))
+    assert triton.why_unsupported(ids, 5) is None
+    assert "at most 4096 experts" in str(triton.why_unsupported(ids, tuning.MOST_EXPERTS + 1))
+    assert "is on meta" in str(triton.why_unsupported(ids.to("meta"), 5))
     many = torch.zeros(1, 1, dtype=torch.int64, device=triton_device).expand(1 << 20, 1)
-    assert "looks at every slot" in str(triton.supports(many, 65))
-    assert triton.supports(many, 64) is None
+    assert "looks at every slot" in str(triton.why_unsupported(many, 65))
+    assert triton.why_unsupported(many, 64) is None
 
 
 def test_tensors_on_the_cpu_are_nothing_for_it_unless_forced() -> None:
-    assert "is on cpu" in str(triton.supports(torch.zeros(4, 2, dtype=torch.int64), 5))
+    assert "is on cpu" in str(triton.why_unsupported(torch.zeros(4, 2, dtype=torch.int64), 5))
     assert moestro.explain(moestro.group_by_expert, torch.zeros(4, 2, dtype=torch.int64), 5).chosen != "triton"

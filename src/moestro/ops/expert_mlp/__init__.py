@@ -125,7 +125,8 @@ EXPERT_MLP = dispatch.register(
         _call_key,
         lambda x, routing, weights, strategy: weights.parts.tensors,
         _routed,
-        lambda x, routing, weights, strategy: weights,
+        # Not the weights: a node of a graph makes the value anew at every call, of the same tensors.
+        lambda x, routing, weights, strategy: weights.parts.tensors[0],
     )
 )
 

@@ -32,21 +32,17 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     name, block, _ = named_strategy(strategy)
     threads, token_block = torch.get_num_threads(), block or native.LIMITS["token_block"]
     walk = "all_experts" if name == "all_experts" else "grouped"
-    pieces = _PIECES.get()
-
-    def handle_of(biases: tuple[Tensor | None, Tensor | None]) -> Any:
-        return _handle(isa, x, routing, weights, biases, (walk == "all_experts", token_block, pieces))
-
+    how = walk == "all_experts", token_block, _PIECES.get()
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
-    handle = handle_of(_rows_of(biases))
+    handle = _handle(isa, x, routing, weights, _rows_of(biases), how)
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         rows = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         held = _rows_of((weights.gate_up_bias, weights.down_bias)) if copied else None
-        call = handle if held is None else handle_of(held)
+        call = handle if held is None else _handle(isa, x, routing, weights, held, how)
         call.run(threads, rows.shape[0], rows.data_ptr(), rows.stride(0), ids.data_ptr(), w.data_ptr(), out.data_ptr())
         return out
 
@@ -164,10 +160,10 @@ def _handle(
     routing: Routing,
     weights: ExpertWeights,
     biases: tuple[Tensor | None, Tensor | None],
-    walk: tuple[bool, int, int],
+    how: tuple[bool, int, int],
 ) -> Any:
     engine, dtype = native.engine(), native.FLOATS[x.dtype]
-    all_experts, token_block, pieces = walk
+    all_experts, token_block, pieces = how
     return engine.ExpertMlp(
         isa=isa.index,
         gate_up=stored_handle(weights.gate_up),

@@ -47,8 +47,7 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
     if reason is not None:
         return reason
     every = name == "all_experts"
-    shaped = _shape_of_every(routing, weights.num_experts) if every else routing
-    how = plan(x, shaped, weights, (name, block))
+    how = plan(x, _walked(routing, weights, every), weights, (name, block))
     dtype = compute_dtype(x, weights)
     launches = _launches().prepared(how, dtype)
 
@@ -59,14 +58,11 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
             whole, slots = every_expert(routing, weights.num_experts)
             return cast(Tensor, launches(x, whole, weights, slots))
 
-    def work(x: Tensor, weights: ExpertWeights) -> Work | None:
-        if not (x.numel() and shaped.expert_ids.numel() and weights.num_experts):
-            return None
-        return cast("Work", _launches().work(x, shaped, weights, how, dtype))
-
     def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
-        found = work(x, weights)
-        return () if found is None else found.uses()
+        walked = _walked(routing, weights, every)
+        if not (x.numel() and walked.expert_ids.numel() and weights.num_experts):
+            return ()
+        return cast("Work", _launches().work(x, walked, weights, how, dtype)).uses()
 
     walk = name if every else how.strategy
     return Prepared(gpu.IMPLEMENTATION, compute, walk, f"{by}; {how}" if by else str(how), kernels=kernels)
@@ -77,9 +73,11 @@ def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
     return _no_layer(weights) or _no_rows(x, weights) or _no_dtype(x, routing, weights)
 
 
-def _shape_of_every(routing: Routing, num_experts: int) -> Routing:
-    """A routing of the shape and dtypes that `every_expert` makes."""
-    shape, ids = (routing.num_tokens, num_experts), routing.expert_ids
+def _walked(routing: Routing, weights: ExpertWeights, every: bool) -> Routing:
+    """The routing, or for every expert on every token one of the shape and dtypes that `every_expert` makes."""
+    if not every:
+        return routing
+    shape, ids = (routing.num_tokens, weights.num_experts), routing.expert_ids
     return Routing.unchecked(ids.new_empty(shape), routing.routing_weights.new_empty(shape), "output")
 
 
