@@ -12,9 +12,7 @@ from functools import partial
 
 import torch
 
-from moestro.ops import gpu_checks, grouping
-from moestro.ops import topk
-from moestro.ops.grouping import triton as grouping_triton
+from moestro.ops import gpu_checks, grouping, topk
 from moestro.routing import GroupLimit, Scoring
 from moestro.routing import triton as routing
 

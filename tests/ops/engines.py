@@ -46,21 +46,21 @@ def run(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy:
 def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
     """`run` against the reference in float64, as close as float32 sums are; 16 bits are rounded to last.
 
-    Where rows of 16 bits become pairs of integers, they are nearly so.
+    Where rows of 16 bits become two rows of integers, they are nearly so.
     """
     wide = run(isa, x.float(), routing, weights, strategy)
     assert_close(wide, reference.expert_mlp(x.double(), routing, weights), torch.float32)
     y = wide if x.dtype == torch.float32 else run(isa, x, routing, weights, strategy)
-    if takes_pairs(isa, x, weights):
+    if takes_int8_residual(isa, x, weights):
         assert_close(y, wide, x.dtype)
     else:
         assert bit_equal(y, wide.to(x.dtype))
     return y
 
 
-def takes_pairs(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether rows of x become pairs of rows of 8-bit integers."""
-    return cpu.takes_pairs(f"cpu-{isa.name}", x, weights)
+def takes_int8_residual(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether rows of x become two rows of 8-bit integers."""
+    return cpu.takes_int8_residual(f"cpu-{isa.name}", x, weights)
 
 
 @functools.cache

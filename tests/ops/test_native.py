@@ -13,8 +13,7 @@ import torch
 
 import moestro
 from moestro import Activation
-from moestro.ops import native
-from moestro.ops.expert_mlp import cpu
+from moestro.ops import dispatch, native
 from moestro.ops.native import Isa
 from tolerances import bit_equal
 
@@ -106,7 +105,7 @@ def test_other_python_threads_go_on_meanwhile():
     other = threading.Thread(target=step)
     try:
         native.module = Engine()
-        cpu._prepared.cache_clear()
+        dispatch._KEPT.clear()
         sys.setswitchinterval(1000.0)
         other.start()
         for _ in range(20):
@@ -115,7 +114,7 @@ def test_other_python_threads_go_on_meanwhile():
                 break
     finally:
         native.module = engine
-        cpu._prepared.cache_clear()
+        dispatch._KEPT.clear()
         sys.setswitchinterval(interval)
         stop.set()
         other.join()

@@ -13,6 +13,7 @@ from moestro import settings
 from moestro.errors import invalid_input
 from moestro.ops import dispatch, gpu, gpu_checks, native
 from moestro.ops.expert_mlp import cpu, plain, reference, triton
+from moestro.ops.inputs import check_call
 from moestro.ops.tensors import call_key
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -70,6 +71,7 @@ def check_values(routing: Routing, num_experts: int) -> None:
 
 def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
     """Refuse shapes, dtypes and devices that do not fit."""
+    check_call("expert_mlp", x, routing, weights)
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.dtype not in _DTYPES:
         raise invalid_input(
             "expert_mlp",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import gpu_checks, native
+from moestro.ops.inputs import check_tensor
 from moestro.types import EMPTY
 
 
@@ -18,6 +19,7 @@ def check_ids(operation: str, expert_ids: Tensor, num_experts: int) -> None:
 
 def check_form(operation: str, expert_ids: Tensor, num_experts: int) -> None:
     """Refuse what is not an integer [T, K], and num_experts < 1."""
+    check_tensor(operation, "expert_ids", expert_ids)
     if expert_ids.dim() != 2 or expert_ids.dtype not in (torch.int32, torch.int64) or num_experts < 1:
         raise invalid_input(
             operation,

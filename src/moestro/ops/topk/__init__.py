@@ -10,6 +10,7 @@ from torch import Tensor
 from moestro import settings
 from moestro.errors import invalid_input
 from moestro.ops import dispatch, gpu
+from moestro.ops.inputs import check_tensor
 from moestro.ops.tensors import call_key
 from moestro.ops.topk import cpu, plain, reference, triton, tuning
 
@@ -35,6 +36,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         InvalidInputError: wrong shape, dtype or k, or a NaN among the scores. (On an accelerator and under
             torch.compile the NaN check is an assertion on the device.)
     """
+    check_tensor("topk", "scores", scores)
     if scores.dim() != 2 or scores.dtype not in _DTYPES:
         raise invalid_input(
             "topk",
