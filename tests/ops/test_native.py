@@ -61,17 +61,18 @@ def test_several_python_threads_at_once(isa):
 
     def repeat(i):
         torch.set_num_threads(2)
-        for _ in range(20):
-            if not bit_equal(calls[i](), expected[i]):
-                wrong.append(i)
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            for _ in range(20):
+                if not bit_equal(calls[i](), expected[i]):
+                    wrong.append(i)
 
     threads = [threading.Thread(target=repeat, args=(i,)) for i in range(len(calls))]
-    with moestro.use(implementation=f"cpu-{isa.name}"):  # the process's, so around all of them
+    with moestro.use(implementation=f"cpu-{isa.name}"):
         expected = [f() for f in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert wrong == []
 
 
@@ -89,6 +90,9 @@ def test_other_python_threads_go_on_meanwhile():
     class Watched:
         def __init__(self, prepared):
             self.prepared = prepared
+
+        def __getattr__(self, name):
+            return getattr(self.prepared, name)
 
         def run(self, *args):
             before = steps[0]
