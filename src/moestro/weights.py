@@ -166,17 +166,20 @@ class Parts:
     @classmethod
     def of(cls, weights: ExpertWeights) -> Parts:
         """Those of these weights."""
-        tensors, stored = weights.tensors, (weights.gate_up, weights.down)
+        tensors = weights.tensors
         by_expert: list[list[int]] = [[] for _ in range(weights.num_experts)]
-        others, start = list(range(len(tensors))), 0
-        for projection in stored:
-            if isinstance(projection, SplitTensor):
-                each = len(projection.tensors) // weights.num_experts
-                for e, own in enumerate(by_expert):
-                    own.extend(range(start + e * each, start + (e + 1) * each))
-                others = [i for i in others if not start <= i < start + len(projection.tensors)]
-            start += len(projection.tensors)
-        unstacked = any(isinstance(projection, SplitTensor) for projection in stored)
+        others, start, unstacked = list(range(len(tensors))), 0, False
+        for projection in (weights.gate_up, weights.down):
+            if not isinstance(projection, SplitTensor):
+                start += len(projection.tensors)
+                continue
+            unstacked, matrices = True, projection.matrices
+            each = len(matrices[0]) * len(matrices[0][0].tensors)
+            for e, own in enumerate(by_expert):
+                own.extend(range(start + e * each, start + (e + 1) * each))
+            end = start + len(matrices) * each
+            others = [i for i in others if not start <= i < end]
+            start = end
         return cls(tensors, _words(weights), tuple(map(tuple, by_expert)), tuple(others) if unstacked else None)
 
     def call_key(self) -> tuple[Any, ...] | None:

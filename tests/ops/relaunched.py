@@ -202,6 +202,7 @@ def anew(form: str, num_tokens: int) -> None:
             handed_by(call, handed)
             assert is_kept(call), name
             before, held = call.owned(), call.storages()
+            handed.clear()  # which holds tensors
             change(call)
             assert not is_kept(call), name
             for _ in range(2):
