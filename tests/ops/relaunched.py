@@ -1,4 +1,4 @@
-"""What launches of prepared calls hand the driver: the same at every call, and other addresses where tensors are others.
+"""What launches of prepared calls hand the driver: the same at every call, other addresses for other tensors.
 
     TRITON_INTERPRET=0 python -m ops.relaunched [bfloat16 int8/int8 mxfp4+apart ...]
 
