@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -87,6 +88,22 @@ class ExpertWeights:
         """Wrap ordinary floating-point tensors; nothing is copied. Shapes and errors as for the class."""
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
 
+    @classmethod
+    def unchecked(
+        cls,
+        gate_up: StoredExperts,
+        down: StoredExperts,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: Activation,
+        input_format: InputFormat,
+    ) -> ExpertWeights:
+        """Weights of what a checked value was made of: a node of a graph makes them at every call."""
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "output_norm": None}
+        rest = {"activation": activation, "input_format": input_format}
+        made: ExpertWeights = _unchecked(cls, gate_up=gate_up, down=down, **biases, **rest)
+        return made
+
     def quantize(
         self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
     ) -> ExpertWeights:
@@ -154,30 +171,40 @@ class Parts:
     Attributes:
         tensors: as `ExpertWeights.tensors`.
         words: everything but the tensors, as a key; None where a tensor is no ordinary one or a format has no name.
-        by_expert: for experts that are not stacked, the indices of each one's tensors.
-        others: the indices of the tensors that are no single expert's; None where all experts are stacked.
+        stored: the experts of both projections.
     """
 
     tensors: tuple[Tensor, ...]
     words: tuple[Any, ...] | None
-    by_expert: tuple[tuple[int, ...], ...]
-    others: tuple[int, ...] | None
+    stored: tuple[StoredExperts, StoredExperts]
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> Parts:
         """Those of these weights."""
-        tensors, stored = weights.tensors, (weights.gate_up, weights.down)
-        by_expert: list[list[int]] = [[] for _ in range(weights.num_experts)]
-        others, start = list(range(len(tensors))), 0
-        for projection in stored:
+        tensors = weights.tensors
+        return cls(tensors, _words(weights, tensors), (weights.gate_up, weights.down))
+
+    @cached_property
+    def by_expert(self) -> tuple[tuple[int, ...], ...]:
+        """For experts that are not stacked, the indices of each one's tensors."""
+        found: list[list[int]] = [[] for _ in range(self.stored[0].num_experts)]
+        start = 0
+        for projection in self.stored:
+            count = len(projection.tensors)
             if isinstance(projection, SplitTensor):
-                each = len(projection.tensors) // weights.num_experts
-                for e, own in enumerate(by_expert):
+                each = count // len(found)
+                for e, own in enumerate(found):
                     own.extend(range(start + e * each, start + (e + 1) * each))
-                others = [i for i in others if not start <= i < start + len(projection.tensors)]
-            start += len(projection.tensors)
-        unstacked = any(isinstance(projection, SplitTensor) for projection in stored)
-        return cls(tensors, _words(weights), tuple(map(tuple, by_expert)), tuple(others) if unstacked else None)
+            start += count
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def others(self) -> tuple[int, ...] | None:
+        """The indices of the tensors that are no single expert's; None where all experts are stacked."""
+        if not any(isinstance(projection, SplitTensor) for projection in self.stored):
+            return None
+        owned = {i for own in self.by_expert for i in own}
+        return tuple(i for i in range(len(self.tensors)) if i not in owned)
 
     def call_key(self) -> tuple[Any, ...] | None:
         """The words and, to tell layers apart, where the first tensor of each projection lies."""
@@ -195,15 +222,16 @@ class Parts:
         return [*self.others, *(i for e in experts if 0 <= e < most for i in self.by_expert[e])]
 
 
-def _words(weights: ExpertWeights) -> tuple[Any, ...] | None:
+def _words(weights: ExpertWeights, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     stored = (weights.gate_up, weights.down)
-    ordinary = all(type(t) in (Tensor, torch.nn.Parameter) for t in weights.tensors)
-    if not ordinary or not all(formats.is_registered(s.format) for s in stored):
+    if not {*map(type, tensors)} <= _ORDINARY or not all(formats.is_registered(s.format) for s in stored):
         return None
     layouts = tuple((s.format.name, isinstance(s, SplitTensor), s.shape) for s in stored)
     biases = weights.gate_up_bias is not None, weights.down_bias is not None
     return layouts, biases, weights.activation.code, weights.output_norm is not None, weights.input_format
 
+
+_ORDINARY = {Tensor, torch.nn.Parameter}
 
 _MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {
     "int8": (INTEGERS, "integers: int8, int4, mxfp4, nvfp4 or fp4"),

@@ -80,7 +80,7 @@ def test_rows_that_lie_apart() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="an assertion on the device ends its use in this process")
 def test_nan_is_an_error_before_anything_is_ranked() -> None:
-    with moestro.use(implementation="triton"), pytest.raises(InvalidInputError, match="NaN in scores"):
+    with moestro.use(implementation="triton"), pytest.raises(InvalidInputError, match="NaN among scores"):
         moestro.topk(torch.tensor([[0.0, torch.nan]]), 1)
 
 

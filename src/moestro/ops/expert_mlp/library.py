@@ -135,7 +135,7 @@ def _weights(
     first, last, *rows = layout.split("|")
     stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
     input_format: Any = rows[0] if rows else "float"
-    return ExpertWeights(*stored, *biases, _decode(activation), input_format=input_format)
+    return ExpertWeights.unchecked(*stored, *biases, _decode(activation), input_format)
 
 
 def _expert_mlp_node(

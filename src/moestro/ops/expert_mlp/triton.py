@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -53,16 +53,16 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         with gpu.on(x):
-            if not every:
-                return cast(Tensor, launches(x, routing, weights))
-            whole, slots = every_expert(routing, weights.num_experts)
-            return cast(Tensor, launches(x, whole, weights, slots))
+            whole, slots = every_expert(routing, weights.num_experts) if every else (routing, None)
+            y: Tensor = launches(x, whole, weights, slots)
+            return y
 
     def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
         walked = _walked(routing, weights, every)
         if not (x.numel() and walked.expert_ids.numel() and weights.num_experts):
             return ()
-        return cast("Work", _launches().work(x, walked, weights, how, dtype)).uses()
+        work: Work = _launches().work(x, walked, weights, how, dtype)
+        return work.uses()
 
     walk = name if every else how.strategy
     return Prepared(gpu.IMPLEMENTATION, compute, walk, f"{by}; {how}" if by else str(how), kernels=kernels)

@@ -182,9 +182,11 @@ def _with_maps(work: Work, maps: Sequence[Any], stored: Sequence[StoredExperts])
 
 
 def _addresses(arguments: Any) -> Any:
-    """The same with the address of each tensor in its place."""
+    """The same with the address of each tensor in its place, and no tensor map, which holds a tensor."""
     if isinstance(arguments, Tensor):
         return arguments.data_ptr()
+    if isinstance(arguments, TensorDescriptor):
+        return None
     if isinstance(arguments, tuple):
         made = map(_addresses, arguments)
         return type(arguments)(*made) if hasattr(arguments, "_fields") else tuple(made)
