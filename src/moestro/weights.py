@@ -171,43 +171,24 @@ class Parts:
     Attributes:
         tensors: as `ExpertWeights.tensors`.
         words: everything but the tensors, as a key; None where a tensor is no ordinary one or a format has no name.
-        stored: the experts of both projections.
+        num_experts: E.
+        unstacked: for each projection that is not stacked, the index of its first tensor and the tensors an expert has.
     """
 
     tensors: tuple[Tensor, ...]
     words: tuple[Any, ...] | None
-    stored: tuple[StoredExperts, StoredExperts]
+    num_experts: int
+    unstacked: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> Parts:
         """Those of these weights."""
-        tensors = weights.tensors
-        return cls(tensors, _words(weights, tensors), (weights.gate_up, weights.down))
-
-    @cached_property
-    def by_expert(self) -> tuple[tuple[int, ...], ...]:
-        """For experts that are not stacked, the indices of each one's tensors."""
-        found: list[list[int]] = [[] for _ in range(self.stored[0].num_experts)]
-        start = 0
-        for projection in self.stored:
-            count = len(projection.tensors)
-            if isinstance(projection, SplitTensor):
-                each = count // len(found)
-                for e, own in enumerate(found):
-                    own.extend(range(start + e * each, start + (e + 1) * each))
-            start += count
-        return tuple(map(tuple, found))
-
-    @cached_property
-    def others(self) -> tuple[int, ...] | None:
-        """The indices of the tensors that are no single expert's; None where all experts are stacked."""
-        if not any(isinstance(projection, SplitTensor) for projection in self.stored):
-            return None
-        owned = {i for own in self.by_expert for i in own}
-        return tuple(i for i in range(len(self.tensors)) if i not in owned)
+        num_experts, tensors = weights.num_experts, weights.tensors
+        counts = [(len(s.tensors), isinstance(s, SplitTensor)) for s in (weights.gate_up, weights.down)]
+        return cls(tensors, _words(weights, tensors), num_experts, unstacked_spans(counts, num_experts))
 
     def call_key(self) -> tuple[Any, ...] | None:
-        """The words and, to tell layers apart, where the first tensor of each projection lies."""
+        """The words and, to tell layers apart, where the first and the last tensor lie."""
         tensors = self.tensors
         if self.words is None:
             return None
@@ -216,10 +197,25 @@ class Parts:
 
     def read_by(self, experts: Iterable[int]) -> list[int] | None:
         """The indices of the tensors that these experts' computation reads; None where all are stacked."""
-        if self.others is None:
+        if not self.unstacked:
             return None
-        most = len(self.by_expert)
-        return [*self.others, *(i for e in experts if 0 <= e < most for i in self.by_expert[e])]
+        of_experts = [range(start, start + self.num_experts * each) for start, each in self.unstacked]
+        found = [i for i in range(len(self.tensors)) if not any(i in span for span in of_experts)]
+        for e in experts:
+            if 0 <= e < self.num_experts:
+                for start, each in self.unstacked:
+                    found.extend(range(start + e * each, start + (e + 1) * each))
+        return found
+
+
+def unstacked_spans(counts: Iterable[tuple[int, bool]], num_experts: int) -> tuple[tuple[int, int], ...]:
+    """`Parts.unstacked` for projections of so many tensors, of which each is stacked or not."""
+    spans, start = [], 0
+    for count, unstacked in counts:
+        if unstacked:
+            spans.append((start, count // num_experts))
+        start += count
+    return tuple(spans)
 
 
 def _words(weights: ExpertWeights, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -319,7 +315,7 @@ class Layout:
     def of(cls, stored: StoredExperts) -> Layout:
         return cls(stored.format, len(stored.matrices[0]) if isinstance(stored, SplitTensor) else 0)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The fields of `PackedTensor` that the format fills: one tensor of each for a stack, or for every matrix."""
         scaling = self.format.scaling
@@ -327,6 +323,12 @@ class Layout:
             return ("data",)
         kinds = {"data": True, "scales": True, "zeros": scaling.zeros, "global_scales": scaling.global_scales}
         return tuple(name for name, there in kinds.items() if there)
+
+    def num_experts(self, tensors: Sequence[Tensor]) -> int:
+        """E of the experts that these tensors make up."""
+        if self.num_blocks:
+            return len(tensors) // (self.num_blocks * len(self.names))
+        return tensors[0].shape[0]
 
     def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
         """The experts made of these tensors; they come from a value of this layout and are not checked again."""

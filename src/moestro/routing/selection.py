@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -196,17 +195,18 @@ def check_values(logits: Tensor, scoring: Scoring) -> Tensor | None:
     return logits == -torch.inf if low == -torch.inf else None
 
 
-def _call_key(
+def _look(
     logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
-) -> Hashable:
+) -> dispatch.Looked | None:
     given = (logits,) if correction is None else (logits, correction)
     tensors = call_key(*given)
     if tensors is None:
         return None
-    aligned = logits.is_cpu or gpu.aligned(*given)
+    aligned = logits.is_cpu or gpu.alignment(*given)
     # Numbers of values that the prepared call keeps alive, so that nothing else has them.
     values = id(scoring), id(groups)
-    return "route", settings.current().implementation, torch.get_num_threads(), top_k, values, aligned, tensors
+    where = settings.current().implementation, torch.get_num_threads()
+    return ("route", where, top_k, values, aligned, tensors), ()
 
 
 def _prepare_plain(name: str, *arguments: Any) -> dispatch.Prepared:
@@ -225,6 +225,6 @@ ROUTE = dispatch.register(
                 for name in ("torch", "branchless", "reference")
             ),
         ),
-        _call_key,
+        _look,
     )
 )

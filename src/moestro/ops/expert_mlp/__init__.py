@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -54,7 +54,7 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
     """`expert_mlp` below the public edge: an id outside 0..E-1 is an empty slot; no value is looked at."""
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
-    y: Tensor = dispatch.run(EXPERT_MLP, x, routing, weights, strategy)
+    y: Tensor = dispatch.call(EXPERT_MLP, x, routing, weights, strategy)
     return y
 
 
@@ -95,21 +95,21 @@ def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights) -> None
         )
 
 
-def _call_key(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Hashable:
-    ids, routing_weights = routing.expert_ids, routing.routing_weights
-    tensors, words = call_key(x, ids, routing_weights), weights.parts.call_key()
-    if tensors is None or words is None:
+def _look(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> dispatch.Looked | None:
+    ids, routing_weights, parts = routing.expert_ids, routing.routing_weights, weights.parts
+    given, words = call_key(x, ids, routing_weights), parts.call_key()
+    if given is None or words is None:
         return None
     forced = settings.current()
-    aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.aligned(x, ids, routing_weights)
+    aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.alignment(x, ids, routing_weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     where = forced.implementation, forced.strategy, strategy, deterministic, torch.get_num_threads()
-    return "expert_mlp", where, routing.weight_on, aligned, tensors, words
+    return ("expert_mlp", where, routing.weight_on, aligned, given, words), parts.tensors
 
 
 def _routed(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Sequence[int] | None:
     parts = weights.parts
-    return None if parts.others is None else parts.read_by(set(chain.from_iterable(routing.expert_ids.tolist())))
+    return parts.read_by(set(chain.from_iterable(routing.expert_ids.tolist()))) if parts.unstacked else None
 
 
 EXPERT_MLP = dispatch.register(
@@ -124,11 +124,8 @@ EXPERT_MLP = dispatch.register(
             dispatch.Implementation("torch", plain.prepare),
             dispatch.Implementation("reference", reference.prepare),
         ),
-        _call_key,
-        lambda x, routing, weights, strategy: weights.parts.tensors,
+        _look,
         _routed,
-        # Not the weights: a node of a graph makes the value anew at every call, of the same tensors.
-        lambda x, routing, weights, strategy: weights.parts.tensors[0],
     )
 )
 

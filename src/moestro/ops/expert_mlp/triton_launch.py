@@ -48,7 +48,7 @@ def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
         x = x if x.stride(-1) == 1 else x.contiguous()
         ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         if by_address and by_address[0] is not None and slots is None:
-            return by_address[0].compute(x, ids, routing_weights, (weights.gate_up, weights.down))
+            return by_address[0].compute(x, ids, routing_weights, weights)
         if _is_nothing(x, ids, weights):
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
         launches = work(x, routing, weights, how, dtype)

@@ -18,6 +18,7 @@ from moestro.ops.expert_mlp.triton_kernels import Rows
 from moestro.ops.expert_mlp.triton_rows import Rounding
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.weights import ExpertWeights
 
 _SPACING = 256
 """Bytes of which the offsets of workspaces in one allocation are multiples."""
@@ -140,11 +141,11 @@ class Work:
         starts, memory = [0, *_ends(self.spaces)[:-1]], (self.workspace_bytes,)
         shape, strides, dtype, device = x.shape, (x.shape[1], 1), x.dtype, x.device
 
-        def call(x: Tensor, ids: Tensor, weights: Tensor, stored: tuple[StoredExperts, StoredExperts]) -> Tensor:
+        def call(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             held = torch.empty_strided(memory, (1,), dtype=torch.uint8, device=device)
             first, slots = held.data_ptr(), ids.data_ptr()
-            launches = work if maps == (None, None) else _with_maps(work, maps, stored)
+            launches = work if maps == (None, None) else _with_maps(work, maps, (experts.gate_up, experts.down))
             launches((x.data_ptr(), slots, weights.data_ptr()), slots, out.data_ptr(), [first + s for s in starts])
             return out
 
@@ -156,11 +157,11 @@ class Call:
     """Launches by address.
 
     Attributes:
-        compute: of x, expert ids, routing weights and the stored experts of both projections.
+        compute: of x, expert ids, routing weights and expert weights.
         tables: where unstacked experts lie, on the device; the launches read them.
     """
 
-    compute: Callable[[Tensor, Tensor, Tensor, tuple[StoredExperts, StoredExperts]], Tensor]
+    compute: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
     tables: tuple[Tensor | None, Tensor | None]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -61,13 +59,13 @@ def run(scores: Tensor, k: int) -> Tensor:
     return found
 
 
-def _call_key(scores: Tensor, k: int) -> Hashable:
+def _look(scores: Tensor, k: int) -> dispatch.Looked | None:
     tensors = call_key(scores)
     if tensors is None:
         return None
     forced = settings.current().implementation
-    aligned = scores.is_cpu or gpu.aligned(scores)
-    return "topk", forced, torch.get_num_threads(), k, aligned, tensors
+    aligned = scores.is_cpu or gpu.alignment(scores)
+    return ("topk", forced, torch.get_num_threads(), k, aligned, tensors), ()
 
 
 def _branchless(scores: Tensor, k: int) -> dispatch.Prepared | str:
@@ -89,6 +87,6 @@ TOPK = dispatch.register(
             dispatch.Implementation("branchless", _branchless),
             dispatch.Implementation("reference", lambda scores, k: plain.checked("reference", reference.topk)),
         ),
-        _call_key,
+        _look,
     )
 )
