@@ -55,6 +55,7 @@ def made(monkeypatch):
 @pytest.mark.parametrize("name", ["float32", "mxfp4"])
 def test_once_for_many_calls_and_values_may_change_in_place(made, name, split):
     x, routing, weights = case(name, split)
+    routing = Routing(routing.expert_ids.contiguous(), routing.routing_weights.contiguous())
     first = compute(x, routing, weights)
     assert made == [f"cpu-{RUNNING[0].name}"]
     for t in weights.down.tensors:
@@ -235,7 +236,8 @@ def test_observers_see_what_ran_and_not_what_they_run_themselves():
 
     def observer(operation, prepared, arguments, result):
         seen.append((operation.name, prepared.implementation, prepared.walk))
-        assert bit_equal(moestro.expert_mlp(*arguments), result)
+        if operation is EXPERT_MLP:
+            assert bit_equal(moestro.expert_mlp(*arguments), result)
 
     with torch.no_grad(), dispatch.observed(observer):
         moestro.expert_mlp(x, routing, weights)

@@ -87,7 +87,7 @@ def test_what_has_no_such_rows_says_so():
         replace(weights.quantize("bfloat16", input_format="float"), input_format="fp8-e4m3")
     with torch.no_grad():
         explained = moestro.explain(moestro.expert_mlp, x, routing, weights)
-    assert "8-bit floats" in explained.weights
+    assert "input format fp8-e4m3" in explained.weights
     reasons = {c.name: c.reason for c in explained.candidates}
     assert reasons["torch"] is None
     assert all(reason for name, reason in reasons.items() if name.startswith("cpu-"))

@@ -179,7 +179,7 @@ def test_the_input_format_stays_with_the_weights():
                 torch.testing.assert_close(module(x, routing), expected)
     assert "input_format='int8'" in repr(experts)
     assert experts.quantize("mxfp4", input_format="float").weights.input_format == "float"
-    assert "rows are rounded to int8" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
+    assert "input format int8" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports for forward-mode differentiation
