@@ -155,7 +155,7 @@ class Experts(nn.Module):
             return self._build()
         parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         built, buffers = self._built, tuple(self._buffers.values())
-        if built is None or not (built.stands(parameters, buffers) and self._describes(built.weights)):
+        if built is None or not (built.is_current(parameters, buffers) and self._describes(built.weights)):
             self._built = built = Built(self._build(), parameters, buffers)
         return built.weights
 

@@ -362,7 +362,7 @@ class Built:
         self._tensors = [*parameters, *others]
         self._kinds = [(t, t.dtype, t.shape, t.stride()) for t in parameters if t is not None]
 
-    def stands(self, parameters: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
+    def is_current(self, parameters: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
         """Whether these are the same tensors, and the parameters still of the same dtypes, shapes and strides."""
         now = [*parameters, *others]
         same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))

@@ -252,7 +252,7 @@ def test_a_routing_that_was_checked_is_not_looked_at_again(monkeypatch):
     x, routing, weights = case()
     moestro.expert_mlp(x, routing, weights)
     assert routing.checked_for == weights.num_experts
-    monkeypatch.setattr(native, "fits", lambda *values: pytest.fail("looked at again"))
+    monkeypatch.setattr(native, "ids_and_weights_fit", lambda *values: pytest.fail("looked at again"))
     moestro.expert_mlp(x, routing, weights)
     assert routing.with_ids(routing.expert_ids).checked_for is None
     routing.expert_ids[0, 0] = 1000  # an empty slot, below the edge

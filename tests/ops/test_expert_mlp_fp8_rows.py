@@ -14,7 +14,7 @@ import moestro
 from moestro import ExpertWeights, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import dequantize
-from moestro.tolerances import ROUNDED_ROWS, relative_error, too_far
+from moestro.tolerances import LOW_PRECISION_INPUT, relative_error, too_far
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close
 
@@ -59,12 +59,12 @@ def test_the_definition_is_the_product_of_what_was_rounded(name):
     values, scales = reference.round_rows_e4m3(x, columns)
     rounded = values.double() * scales.double().repeat_interleave(columns, 1)[:, : x.shape[1]]
     assert_close(reference.product(x.double(), weights.gate_up, 1, "fp8-e4m3").float(), (rounded @ matrix.T).float())
-    assert 0.005 < relative_error(rounded, x.double()) < ROUNDED_ROWS
+    assert 0.005 < relative_error(rounded, x.double()) < LOW_PRECISION_INPUT
 
 
 def close(actual: torch.Tensor, x, routing, weights: ExpertWeights) -> None:
     """Sums in another order may move a value between the products over the middle of two codes, a few in a thousand."""
-    found = too_far(actual.float(), reference.expert_mlp(x, routing, weights), ROUNDED_ROWS / 4)
+    found = too_far(actual.float(), reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
     assert found is None, found
 
 

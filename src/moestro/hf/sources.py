@@ -22,8 +22,8 @@ from moestro.checkpoint.scheme import METHOD, check_keys
 from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
 from moestro.formats.dense import DENSE_FORMATS
+from moestro.hf.models import explained, read_config
 from moestro.hf.names import NameMap
-from moestro.hf.places import explained, read_config
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.serving import Found, find
 from moestro.hf.store import SUFFIXES, Part, Recipe, Stored

@@ -53,7 +53,7 @@ def route(
     _check_sizes(logits, top_k, scoring, correction, groups)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     routing: Routing = dispatch.run(ROUTE, logits, top_k, scoring, correction, groups)
-    return routing.fits(logits.shape[-1])  # by construction
+    return routing.mark_checked(logits.shape[-1])  # by construction
 
 
 def _plain(
@@ -101,7 +101,7 @@ def weigh(logits: Tensor, expert_ids: Tensor, scoring: str | Scoring = "softmax-
     empty = expert_ids == EMPTY
     ids = expert_ids.long().masked_fill(empty, 0)
     ranked = score(z, scoring) if scoring.select_on == "scores" else z
-    return _weighted(z, ranked, ids, empty, scoring).fits(logits.shape[-1])
+    return _weighted(z, ranked, ids, empty, scoring).mark_checked(logits.shape[-1])
 
 
 def _weighted(z: Tensor, ranked: Tensor, ids: Tensor, empty: Tensor | None, scoring: Scoring) -> Routing:

@@ -63,8 +63,8 @@ def check_values(routing: Routing, num_experts: int) -> None:
     if routing.checked_for is not None and routing.checked_for <= num_experts:
         return
     values = routing.expert_ids, routing.routing_weights, num_experts
-    if native.fits(*values) or gpu_checks.check(*values):
-        routing.fits(num_experts)
+    if native.ids_and_weights_fit(*values) or gpu_checks.check(*values):
+        routing.mark_checked(num_experts)
     else:
         routing.check(num_experts, "expert_mlp")
 

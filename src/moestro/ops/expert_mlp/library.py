@@ -42,7 +42,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     if weights.input_format != "float":
         layout = f"{layout}|{weights.input_format}"
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
-            raise _rounded(weights.input_format)
+            raise _input_format_refused(weights.input_format)
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     node = (
@@ -86,7 +86,7 @@ def _untrained(layout: str) -> UnsupportedError:
     )
 
 
-def _rounded(input_format: str) -> UnsupportedError:
+def _input_format_refused(input_format: str) -> UnsupportedError:
     return unsupported(
         "expert_mlp",
         got=f"torch.compile with rows as {input_format}, and a tensor that requires a gradient",
@@ -264,7 +264,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     wants = ctx.needs_input_grad
     needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
     if ctx.words[2].count("|") > 1:
-        raise _rounded(ctx.words[2].rpartition("|")[2])
+        raise _input_format_refused(ctx.words[2].rpartition("|")[2])
     if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
         raise _untrained(ctx.words[2])
     grads = iter(

@@ -25,7 +25,7 @@ from moestro.weights import ExpertWeights
 if TYPE_CHECKING:
     from moestro.ops.expert_mlp.triton_work import Work
 
-_ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
+_INPUT_DTYPES = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -113,9 +113,9 @@ def _no_table(name: str, experts: tuple[tuple[PackedTensor, ...], ...]) -> str |
     first = experts[0][0]
     if len(experts[0]) > 2 or any(part.data.shape != first.data.shape for part in experts[0]):
         return f"it reads experts of one matrix, or of two of one height, and {name} has others"
-    lie = [(t.stride(), t.dtype) for t in first.tensors]
+    layout = [(t.stride(), t.dtype) for t in first.tensors]
     for matrix in (m for parts in experts for m in parts):
-        if [(t.stride(), t.dtype) for t in matrix.tensors] != lie:
+        if [(t.stride(), t.dtype) for t in matrix.tensors] != layout:
             return f"it reads experts that lie apart by one set of strides and dtypes, and those of {name} differ"
         if not torch.compiler.is_compiling() and any(t.data_ptr() % t.element_size() for t in matrix.tensors):
             return f"it reads numbers at multiples of their size, and those of {name} lie elsewhere"
@@ -173,7 +173,7 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
 def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
     """What rows like x are multiplied in, and, unless they are rounded, what stands between the two products."""
     if weights.input_format != "float":
-        return _ROUNDED[weights.input_format]
+        return _INPUT_DTYPES[weights.input_format]
     return torch.promote_types(_computed_in(x, weights.gate_up.format), _computed_in(x, weights.down.format))
 
 

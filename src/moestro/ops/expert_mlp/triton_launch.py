@@ -54,7 +54,7 @@ def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
         launches = work(x, routing, weights, how, dtype)
         y = launches.compute(x, ids, routing_weights, ids if slots is None else slots.contiguous())
         if not by_address:
-            by_address.append(launches.by_address(x) if _is_described(weights) else None)
+            by_address.append(launches.by_address(x) if _reads_own_biases(weights) else None)
         return y
 
     return compute
@@ -89,14 +89,14 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
         how.block if how.ordered else 0,
         (*_launches(x, ids, weights, how, dtype, on_input), sort, *(rounding.launch for rounding in roundings)),
         (*tiles, num_tokens * -(-hidden // _SUM_COLUMNS)),
-        _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
-        _described(weights.down, weights.down_bias, how.down, (dtype, None)),
+        _projection_arguments(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
+        _projection_arguments(weights.down, weights.down_bias, how.down, (dtype, None)),
         roundings,
         tuple(spaces),
     )
 
 
-def _is_described(weights: ExpertWeights) -> bool:
+def _reads_own_biases(weights: ExpertWeights) -> bool:
     """Whether kernels read the weights' own tensors: of a bias with other strides they are given a copy."""
     return all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias))
 
@@ -144,7 +144,7 @@ def _resources(tile: Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _described(
+def _projection_arguments(
     stored: StoredExperts, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
 ) -> tuple[Any, ...]:
     if bias is not None and bias.stride(-1) != 1:

@@ -69,12 +69,12 @@ class Work:
         rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
         left, stride, scales = x, self.x_stride, None
         if self.roundings:
-            left, stride, scales = self._rounded(0, x, stride, more[-4:-2])
+            left, stride, scales = self._converted(0, x, stride, more[-4:-2])
         if inner:
             gate_up(self.programs[0], left, stride, rows, *self.gate_up, h, *self.sizes, scales)
         left, scales = h, None
         if self.roundings:
-            left, _, scales = self._rounded(1, h, inner, more[-2:])
+            left, _, scales = self._converted(1, h, inner, more[-2:])
         down(self.programs[1], left, rows, *self.down, pieces, *self.sizes, scales)
         parts = self.programs[2] // num_tokens
         add(self.programs[2], pieces, slots, out, num_tokens, hidden, parts, num_experts)
@@ -88,7 +88,7 @@ class Work:
             sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
         return Rows(ids, weights, top_k, num_experts, *placed)
 
-    def _rounded(self, which: int, rows: Any, stride: int, spaces: Sequence[Any]) -> tuple[Any, int, Any]:
+    def _converted(self, which: int, rows: Any, stride: int, spaces: Sequence[Any]) -> tuple[Any, int, Any]:
         """Of the rows that meet a product: their codes, how far these are apart, and their scales."""
         codes, scales = spaces
         rounding, launch = self.roundings[which], self.launches[4 + which]

@@ -31,7 +31,7 @@ def check_form(operation: str, expert_ids: Tensor, num_experts: int) -> None:
 
 def check_range(operation: str, expert_ids: Tensor, num_experts: int) -> None:
     """Refuse ids outside -1..num_experts-1; an assertion on the device where reading them is not free."""
-    if native.fits(expert_ids, None, num_experts) or gpu_checks.check(expert_ids, None, num_experts):
+    if native.ids_and_weights_fit(expert_ids, None, num_experts) or gpu_checks.check(expert_ids, None, num_experts):
         return
     if torch.compiler.is_compiling() or expert_ids.device.type != "cpu":
         in_range = ((expert_ids >= EMPTY) & (expert_ids < num_experts)).all()
