@@ -35,8 +35,8 @@ class ExpertWeights:
             integers or floats are multiplied.
 
     Raises:
-        InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown row format.
-        UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
+        InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown input format.
+        UnsupportedError: int8 inputs and weights that are no integers, or fp8-e4m3 inputs and weights that are not.
     """
 
     gate_up: StoredExperts
@@ -233,30 +233,30 @@ _MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {
     "int8": (INTEGERS, "integers: int8, int4, mxfp4, nvfp4 or fp4"),
     "fp8-e4m3": (("e4m3",), "8-bit floats: fp8-e4m3-tensor, fp8-e4m3-channel or fp8-e4m3-b128"),
 }
-"""By row format: elements of weights that such rows are multiplied by, and what these are called."""
+"""By input format: elements of weights that such rows are multiplied by, and what these are called."""
 
 
 def check_input_format(input_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
     """Check that rows of this format can be multiplied by weights of all these.
 
     Raises:
-        InvalidInputError: not a row format.
-        UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
+        InvalidInputError: not an input format.
+        UnsupportedError: int8 inputs and weights that are no integers, or fp8-e4m3 inputs and weights that are not.
     """
     if input_format == "float":
         return
     if input_format not in _MULTIPLIED:
         raise invalid_input(
-            operation, got=f"rows as {input_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
+            operation, got=f"input_format={input_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
         )
     elements, called = _MULTIPLIED[input_format]
     for form in stored:
         if form.element not in elements:
             raise unsupported(
                 operation,
-                got=f"rows as {input_format} and weights stored as {form.name}",
+                got=f"{input_format} inputs and weights stored as {form.name}",
                 needs=f"weights that are {called}",
-                fix="Quantise them to one of these formats, or leave rows as float.",
+                fix="Quantise them to one of these formats, or leave inputs as float.",
             )
 
 
@@ -305,7 +305,7 @@ class Layout:
 
     Attributes:
         format: of all of them.
-        num_blocks: matrices of each expert that lie apart; 0 for one stack.
+        num_blocks: matrices of each unstacked expert; 0 for one stack.
     """
 
     format: WeightFormat

@@ -1,4 +1,4 @@
-"""Rows as fp8-e4m3: what the definition says, plain torch and Triton against it, and what has no such rows."""
+"""fp8-e4m3 inputs: what the definition says, plain torch and Triton against it, and what has no such rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as int8: what the definition says, plain torch against it, and what has no such rows."""
+"""Int8 inputs: what the definition says, plain torch against it, and what has no such rows."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_in_a_graph():
         torch.testing.assert_close(compiled(x, routing), expected)
         program = torch.export.export(experts, (x, routing))
         torch.testing.assert_close(program.module()(x, routing), expected)
-        with pytest.raises(Exception, match="rows as int8, and a tensor that requires a gradient"):
+        with pytest.raises(Exception, match="int8 inputs, and a tensor that requires a gradient"):
             compiled(x.clone().requires_grad_(), routing)
 
 

@@ -1,4 +1,4 @@
-"""The primitive over experts that are packed or lie apart, against the reference, in every format and strategy."""
+"""The primitive over experts that are packed or unstacked, against the reference, in every format and strategy."""
 
 from __future__ import annotations
 

@@ -108,9 +108,9 @@ def layers(device: torch.device) -> dict[str, tuple[torch.Tensor, ExpertWeights]
         "float64": (x.double(), dense),
         "float64 weights": (x, dense.quantize("float64")),
         "float64 bias": (x, replace(dense, down_bias=dense.down_bias.double())),
-        "rows as int8": (x, replace(packed["int8"], input_format="int8")),
-        "rows as int8, four bits": (x, replace(packed["mxfp4"], input_format="int8")),
-        "rows as fp8": (x, replace(packed["fp8-e4m3-tensor"], input_format="fp8-e4m3")),
+        "int8 inputs": (x, replace(packed["int8"], input_format="int8")),
+        "int8 inputs, four bits": (x, replace(packed["mxfp4"], input_format="int8")),
+        "fp8 inputs": (x, replace(packed["fp8-e4m3-tensor"], input_format="fp8-e4m3")),
         "many experts": (torch.randn(4, 2, device=device), wide),
     }
 
@@ -134,7 +134,7 @@ def test_the_node_that_stays_on_the_device_stands_for_what_the_kernels_take(trit
         taken = why_unsupported(x, Routing(ids, by), weights) is None
     assert any("expert_mlp_on_device" in target for target in seen) is taken
     assert sum("expert_mlp" in target for target in seen) == 1
-    assert taken is (name in ("dense", "half", "transposed", "mxfp4", "apart", "rows as int8", "rows as fp8"))
+    assert taken is (name in ("dense", "half", "transposed", "mxfp4", "apart", "int8 inputs", "fp8 inputs"))
 
 
 def test_a_capture_of_what_the_kernels_refuse_ends_with_the_reason(triton_device, monkeypatch):

@@ -1,4 +1,4 @@
-"""Experts that lie apart in Triton's kernels: found by a table of where they lie, with the bits of a stack."""
+"""Unstacked experts in Triton's kernels: found by a table of where they lie, with the bits of a stack."""
 
 from __future__ import annotations
 

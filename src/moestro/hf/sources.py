@@ -247,20 +247,20 @@ def find_scaled(model: Any, checkpoint: Checkpoint, quantization: Quantization, 
     return found
 
 
-def check_rest(model: Any, checkpoint: Checkpoint, names: NameMap, known: Sequence[str]) -> None:
+def check_rest(model: Any, checkpoint: Checkpoint, names: NameMap, checked: Sequence[str]) -> None:
     """Check the weights that Transformers will read, from the headers of the files.
 
     Args:
         model: made of empty parameters.
         checkpoint: the files.
         names: of the same model and files.
-        known: names of weights that have been checked.
+        checked: names of weights that have been checked.
 
     Raises:
         InvalidInputError: one is missing, or of another shape or kind of number than the model's.
     """
     tied = model.all_tied_weights_keys
-    optional = {*known, *tied.keys(), *tied.values()}
+    optional = {*checked, *tied.keys(), *tied.values()}
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     reader = _Reader(checkpoint, names, Quantization())
     for name, tensor in model.state_dict().items():

@@ -50,7 +50,7 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     format = found.name
     if rows not in ("", *ROUNDED):
         raise invalid_input(
-            "bench layer", got=f"rows as {rows!r}", needs="int8, fp8-e4m3, or nothing", fix=f'Try "{format}".'
+            "bench layer", got=f"inputs as {rows!r}", needs="int8, fp8-e4m3, or nothing", fix=f'Try "{format}".'
         )
     if found.is_dense:
         raise invalid_input(

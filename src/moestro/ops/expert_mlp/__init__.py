@@ -42,7 +42,7 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
     Raises:
         InvalidInputError: shapes, devices, dtypes, ids or weights do not fit; an unknown strategy.
         UnsupportedError: no implementation, or not the forced one, can run these arguments: an unknown format, packed
-            weights that require a gradient, a gradient of anything with rows as int8, meta tensors.
+            weights that require a gradient, a gradient of anything with int8 inputs, meta tensors.
     """
     if not torch.compiler.is_compiling():
         check_arguments(x, routing, weights)

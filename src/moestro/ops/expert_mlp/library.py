@@ -89,9 +89,9 @@ def _untrained(layout: str) -> UnsupportedError:
 def _input_format_refused(input_format: str) -> UnsupportedError:
     return unsupported(
         "expert_mlp",
-        got=f"torch.compile with rows as {input_format}, and a tensor that requires a gradient",
+        got=f"torch.compile with {input_format} inputs, and a tensor that requires a gradient",
         needs="no gradient, which rounding does not have",
-        fix="Call it under torch.no_grad(), or leave rows as float.",
+        fix="Call it under torch.no_grad(), or leave inputs as float.",
     )
 
 

@@ -109,14 +109,14 @@ def _unread(name: str, stored: StoredExperts) -> str | None:
 
 
 def _no_table(name: str, experts: tuple[tuple[PackedTensor, ...], ...]) -> str | None:
-    """Why experts that lie apart cannot be found by a table of where they lie; None if they can."""
+    """Why unstacked experts cannot be found by a table of where they lie; None if they can."""
     first = experts[0][0]
     if len(experts[0]) > 2 or any(part.data.shape != first.data.shape for part in experts[0]):
         return f"it reads experts of one matrix, or of two of one height, and {name} has others"
     layout = [(t.stride(), t.dtype) for t in first.tensors]
     for matrix in (m for parts in experts for m in parts):
         if [(t.stride(), t.dtype) for t in matrix.tensors] != layout:
-            return f"it reads experts that lie apart by one set of strides and dtypes, and those of {name} differ"
+            return f"it reads unstacked experts by one set of strides and dtypes, and those of {name} differ"
         if not torch.compiler.is_compiling() and any(t.data_ptr() % t.element_size() for t in matrix.tensors):
             return f"it reads numbers at multiples of their size, and those of {name} lie elsewhere"
     return None
@@ -133,7 +133,7 @@ def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
     if weights.input_format == "int8":
         for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
             if form.element != "int8":
-                return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
+                return f"it multiplies int8 inputs by weights stored as int8, and {name} is stored as {form.name}"
     if weights.input_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
         return f"the tensor cores of {x.device} do not multiply 8-bit floats, those of capability 8.9 and later do"
     return None
