@@ -16,7 +16,6 @@ import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.formats import FORMATS
 from moestro.ops import native
-from moestro.ops.expert_mlp import cpu
 from moestro.ops.native import Isa
 from tolerances import assert_close, bit_equal
 
@@ -59,8 +58,13 @@ def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strateg
 
 
 def takes_int8_residual(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether rows of x become two rows of 8-bit integers."""
-    return cpu.takes_int8_residual(f"cpu-{isa.name}", x, weights)
+    """Whether rows of x that stand in no tile become two rows of 8-bit integers."""
+    elements = {weights.gate_up.format.element, weights.down.format.element}
+    columns = max(weights.hidden_size, weights.intermediate_size)
+    if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
+        return False
+    integers = elements <= set(native.INTEGERS)
+    return isa.multiplies_int8_residual and integers and columns <= native.LIMITS["most_int8_columns"]
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def device(triton_device: torch.device):
 def test_triton_rounds_rows_as_defined(device, name):
     to = "int8" if name == "int8" else "fp8-e4m3"
     columns = moestro.formats.FORMATS[name].scaling.columns
-    rounding = importlib.import_module("moestro.ops.expert_mlp.triton_rows").Rounding(to, 1100, columns)
+    rounding = importlib.import_module("moestro.ops.triton_rows").Rounding(to, 1100, columns)
     x = torch.randn(9, 1100) * torch.logspace(-30, 37, 9)[:, None]
     x[3] = 0.0
     x[4, 7], x[5, 1000], x[6, 3] = torch.inf, torch.nan, -torch.inf

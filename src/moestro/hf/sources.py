@@ -280,7 +280,7 @@ class _Reader:
     quantization: Quantization
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def _stored_keys(self) -> frozenset[str]:
         return frozenset(self.checkpoint.names)
 
     @property
@@ -381,7 +381,7 @@ class _Reader:
 
     def _beside(self, wanted: str, key: str) -> str:
         """The key of a tensor that `key` cannot be read without."""
-        if wanted not in self._known:
+        if wanted not in self._stored_keys:
             raise self._error(key, f"it without its {wanted}", "both: one holds the values, the other their scales")
         return wanted
 
@@ -427,7 +427,7 @@ class _Reader:
                 raise self._error(key, f"a tensor of {value}", f"{usual}, as {first} has it")
 
     def _error(self, key: str, got: str, needs: str) -> MoestroError:
-        where = f"in {self.checkpoint.entry(key).file}" if key in self._known else f"missing from {self._folder}"
+        where = f"in {self.checkpoint.entry(key).file}" if key in self._stored_keys else f"missing from {self._folder}"
         return invalid_input(OPERATION, got=f"{key} {where}: {got}", needs=needs, fix=_AS_SAVED)
 
 

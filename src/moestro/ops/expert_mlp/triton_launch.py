@@ -16,13 +16,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moestro.formats import PackedTensor, StoredExperts
-from moestro.ops.expert_mlp import triton_rows
+from moestro.ops import triton_rows
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
-from moestro.ops.expert_mlp.triton_weights import describe
 from moestro.ops.expert_mlp.triton_work import Call, Work
 from moestro.ops.gpu import ALIGNED, Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.ops.triton_weights import describe
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 

@@ -15,9 +15,9 @@ from moestro.formats import StoredExperts
 from moestro.ops import gpu
 from moestro.ops.dispatch import KernelUse
 from moestro.ops.expert_mlp.triton_kernels import Rows
-from moestro.ops.expert_mlp.triton_rows import Rounding
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.ops.triton_rows import Rounding
 from moestro.weights import ExpertWeights
 
 _SPACING = 256

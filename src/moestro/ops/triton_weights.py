@@ -24,8 +24,8 @@ from torch import Tensor
 
 from moestro.formats import SplitTensor, StoredExperts
 from moestro.ops import gpu
-from moestro.ops.expert_mlp.triton_bytes import bytes_as
-from moestro.ops.expert_mlp.triton_nibbles import INTERPRETED, nibbles
+from moestro.ops.triton_bytes import bytes_as
+from moestro.ops.triton_nibbles import INTERPRETED, nibbles
 
 _SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
