@@ -44,10 +44,13 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
         UnsupportedError: no implementation, or not the forced one, can run these arguments: an unknown format, packed
             weights that require a gradient, a gradient of anything with int8 inputs, meta tensors.
     """
-    if not torch.compiler.is_compiling():
-        check_arguments(x, routing, weights)
+    if torch.compiler.is_compiling():
+        check_values(routing, weights.num_experts)
+        return library.traced(x, routing, weights, strategy)
+    check_arguments(x, routing, weights)
     check_values(routing, weights.num_experts)
-    return run(x, routing, weights, strategy)
+    y: Tensor = dispatch.call(EXPERT_MLP, x, routing, weights, strategy)
+    return y
 
 
 def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
