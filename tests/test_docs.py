@@ -23,6 +23,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 FENCE = re.compile(r"^```([\w-]*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)>\s]+)>?[^)]*\)")
+WIDEST = 98
+"""Columns of a block of code."""
 SHELL = {"sh", "bash", "console", "shell"}
 
 
@@ -56,6 +58,12 @@ def test_blocks_that_are_not_run_are_python(page: Path) -> None:
     for language, text, above in blocks(page):
         if language == "py":
             compile("\n" * above + text, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if not p.name.startswith(("add-", "log"))], ids=label)
+def test_code_is_no_wider_than_a_page(page: Path) -> None:
+    lines = [line for _, text, _ in blocks(page) for line in text.split("\n")]
+    assert [line for line in lines if len(line) > WIDEST] == []
 
 
 def anchors(path: Path) -> set[str]:
