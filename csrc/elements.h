@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "kinds.h"
+
 namespace moestro {
 
 enum class Element : int { f32, f16, bf16, e4m3, i8, e2m1, i4, u4 };
@@ -74,8 +76,12 @@ constexpr const char* kReals[] = {"float32", "float16", "bfloat16", "float64"};
 constexpr int kNumReals = sizeof(kReals) / sizeof(kReals[0]);
 constexpr int kNumExpertReals = 3;
 
-enum class Kind : int { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh, identity };
-constexpr const char* kKinds[] = {"silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity"};
+#define MOESTRO_KIND(name, text, formula) name,
+enum class Kind : int { MOESTRO_KINDS(MOESTRO_KIND) };
+#undef MOESTRO_KIND
+#define MOESTRO_KIND(name, text, formula) text,
+constexpr const char* kKinds[] = {MOESTRO_KINDS(MOESTRO_KIND)};
+#undef MOESTRO_KIND
 constexpr int kNumKinds = sizeof(kKinds) / sizeof(kKinds[0]);
 
 }  // namespace moestro

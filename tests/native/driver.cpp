@@ -90,7 +90,7 @@ bool same_bits(const Isa& isa) {
     call.hidden_size = width(first), call.intermediate_size = width(last);
     call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}),
     call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
-    call.activation.kind = static_cast<Kind>(generator() % 8);
+    call.activation.kind = static_cast<Kind>(generator() % kNumKinds);
     call.activation.gated = generator() % 2, call.activation.interleaved = call.activation.gated && generator() % 2;
     call.activation.limited = true, call.activation.limit = 7.0f;
     call.weight_on_input = generator() % 2;

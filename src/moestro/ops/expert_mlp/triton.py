@@ -34,6 +34,14 @@ def _launches() -> ModuleType:
     return importlib.import_module("moestro.ops.expert_mlp.triton_launch")
 
 
+def _has_activation(kind: str) -> bool:
+    """Whether kernels compute it, for code that a tracer follows."""
+    return kind in importlib.import_module("moestro.ops.expert_mlp.triton_kernels").KINDS
+
+
+setattr(_has_activation, "_dynamo_marked_constant", True)  # noqa: B010  (as in `moestro.ops.gpu`)
+
+
 def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
     """The call on a GPU, or the reason why there is none."""
     name, block, by = named_strategy(strategy)
@@ -85,6 +93,8 @@ def _no_layer(weights: ExpertWeights) -> str | None:
     """Why these kernels have no layer like this; None if they do."""
     if weights.activation.kind == "custom" or weights.output_norm is not None:
         return PYTHON_FUNCTION
+    if not _has_activation(weights.activation.kind):
+        return f"it has no activation {weights.activation.kind!r}"
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
