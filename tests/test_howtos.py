@@ -17,6 +17,12 @@ from source import ROOT
 PAGES = ROOT / "docs" / "how-to"
 
 FILES: dict[str, list[list[str]]] = {
+    "add-an-activation": [
+        ["src/moestro/types.py", "src/moestro/reference.py"],
+        ["src/moestro/ops/expert_mlp/triton_kernels.py"],
+        ["csrc/kinds.h"],
+        ["src/moestro/ops/expert_mlp/backward.py"],
+    ],
     "add-a-scoring": [
         ["src/moestro/routing/scoring.py"],
         ["src/moestro/routing/triton.py", "src/moestro/routing/triton_kernels.py"],
