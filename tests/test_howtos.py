@@ -17,6 +17,10 @@ from source import ROOT
 PAGES = ROOT / "docs" / "how-to"
 
 FILES: dict[str, list[list[str]]] = {
+    "add-a-format": [
+        ["src/moestro/formats/fp4.py"],
+        ["src/moestro/formats/mxfp8.py", "src/moestro/formats/registry.py"],
+    ],
     "add-an-activation": [
         ["src/moestro/types.py", "src/moestro/reference.py"],
         ["src/moestro/ops/expert_mlp/triton_kernels.py"],
