@@ -17,6 +17,7 @@ from source import ROOT
 PAGES = ROOT / "docs" / "how-to"
 
 FILES: dict[str, list[list[str]]] = {
+    "add-a-dispatcher": [["slices.py"]],
     "add-a-format": [
         ["src/moestro/formats/fp4.py"],
         ["src/moestro/formats/mxfp8.py", "src/moestro/formats/registry.py"],
