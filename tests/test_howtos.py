@@ -17,6 +17,7 @@ from source import ROOT
 PAGES = ROOT / "docs" / "how-to"
 
 FILES: dict[str, list[list[str]]] = {
+    "add-an-architecture": [["src/moestro/hf/families/parrot.py", "src/moestro/hf/families/__init__.py"]],
     "add-a-dispatcher": [["slices.py"]],
     "add-a-format": [
         ["src/moestro/formats/fp4.py"],
