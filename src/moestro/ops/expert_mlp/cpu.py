@@ -143,7 +143,7 @@ def _wrong_dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | No
     if x.dtype != torch.bfloat16:
         return f"it multiplies bfloat16, and x is of {x.dtype}"
     for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
-        if form.is_dense and form.storage != torch.bfloat16:
+        if form.element not in native.TILED:
             return f"it multiplies bfloat16, and {name} is stored as {form.name}"
     return _wrong_tiles(weights)
 
