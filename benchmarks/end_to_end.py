@@ -35,7 +35,7 @@ from moestro.bench.timing import ratio
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.sources import read_sources
 from moestro.tolerances import WHOLE_MODEL
-from peers import place
+from peers import installed
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("moestro", "moestro-projections", "llama.cpp-mxfp4", "llama.cpp-q4_0", "transformers-grouped_mm")
@@ -140,7 +140,7 @@ def plan(names: list[str], model: Model, plain: Model | None) -> list[Row]:
         else:
             storage = storage_of(name)
             rows.append(Row(name, storage.experts, storage.rest))
-            _skip(rows[-1], place.missing("llama.cpp", "llama/llama_cpp"))
+            _skip(rows[-1], installed.missing("llama.cpp", "llama/llama_cpp"))
     return rows
 
 
@@ -365,7 +365,7 @@ def _place_of(row: Row, options: argparse.Namespace, scratch: Path) -> Path:
 
 
 def _peers() -> dict[str, str]:
-    return {name: version for name, version in place.versions().items() if name in ("llama-cpp-python", "gguf")}
+    return {name: version for name, version in installed.versions().items() if name in ("llama-cpp-python", "gguf")}
 
 
 if __name__ == "__main__":

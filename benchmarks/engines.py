@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from peers import installed
+
 MOESTRO = {
     "moestro": {},
     "moestro-projections": {"projections": True},
@@ -127,9 +129,8 @@ def _of_transformers(model: Any) -> Engine:
 
 def llama_engine(job: Job) -> Engine:
     """llama.cpp with its default settings, through the low-level functions of llama-cpp-python."""
-    from peers import place
 
-    api = place.module("llama_cpp", "llama")
+    api = installed.module("llama_cpp", "llama")
     api.llama_log_set(_ERRORS_ONLY, None)
     api.llama_backend_init()
     model = api.llama_model_load_from_file(str(job.model).encode(), api.llama_model_default_params())

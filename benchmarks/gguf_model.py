@@ -26,7 +26,7 @@ from moestro.checkpoint import Checkpoint, ExpertSource
 from moestro.errors import MoestroError, unsupported
 from moestro.formats import FORMATS, PackedTensor, dequantize, quantize
 from moestro.hf.sources import read_sources
-from peers import place
+from peers import installed
 
 OPERATION = "gguf"
 ARCHITECTURES = {"gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}
@@ -62,7 +62,7 @@ def write_gguf(folder: Path, target: Path, storage: Storage | None = None) -> No
         ImportError: the package `gguf` is not there.
         UnsupportedError: an architecture that is not in `ARCHITECTURES`, or tensors that GGUF has no name for.
     """
-    gguf = place.module("gguf", "llama")
+    gguf = installed.module("gguf", "llama")
     storage = Storage() if storage is None else storage
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] not in ARCHITECTURES:
@@ -90,7 +90,7 @@ def write_gguf(folder: Path, target: Path, storage: Storage | None = None) -> No
 
 def read_bytes(file: Path) -> float:
     """Bytes of the weights in a GGUF file that one token reads: of the experts its share, of the embedding one row."""
-    reader = place.module("gguf", "llama").GGUFReader(file)
+    reader = installed.module("gguf", "llama").GGUFReader(file)
     counts = {name.rpartition(".")[2]: field for name, field in reader.fields.items()}
     share = counts["expert_used_count"].contents() / counts["expert_count"].contents()
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
@@ -212,7 +212,7 @@ def encode(gguf: Any, rows: Tensor | PackedTensor, kind: str) -> np.ndarray[Any,
     numbers = dequantize(rows) if isinstance(rows, PackedTensor) else rows
     if kind in DENSE:
         return numbers.to(DENSE[kind]).contiguous().view(torch.uint8).numpy()
-    ggml = ctypes.CDLL(str(place.path("llama/llama_cpp/lib/libggml-base.so")))
+    ggml = ctypes.CDLL(str(installed.path("llama/llama_cpp/lib/libggml-base.so")))
     type_ = gguf.GGMLQuantizationType[kind.upper()]
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[type_]
     n, k = numbers.shape

@@ -469,7 +469,12 @@ static void run_int8(const FourRows& rows, const float* const* x, int64_t m, flo
 }
 
 static void int8_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    moestro::with_integer(rows.element, [&](auto e) { run_int8<decltype(e)::value>(rows, x, m, out, scratch); });
+    switch (rows.element) {  // with_integer was up to 2% slower here
+        case Element::i8: return run_int8<Element::i8>(rows, x, m, out, scratch);
+        case Element::e2m1: return run_int8<Element::e2m1>(rows, x, m, out, scratch);
+        case Element::i4: return run_int8<Element::i4>(rows, x, m, out, scratch);
+        default: return run_int8<Element::u4>(rows, x, m, out, scratch);
+    }
 }
 
 static int64_t int8_scratch(int64_t columns) {

@@ -71,7 +71,8 @@ bool fits(const Slots& slots, const void* weights);
 struct Grouped {
     int64_t *token_ids, *slots, *offsets, *inverse;
 };
-bool group(const Slots& slots, const Grouped& to, int num_threads);  // false if an id is out of range, and then an empty slot
+// False if an id is out of range, which then is an empty slot.
+bool group(const Slots& slots, const Grouped& to, int num_threads);
 
 // Rows laid into `num_blocks` blocks of `block_size` cells, one expert a block; -1 where there is nothing.
 struct Schedule {

@@ -138,12 +138,6 @@ void Walk::prepare(int64_t i) {
     x_layout_.clear_padding(to);
 }
 
-void Walk::take_ranges() {
-    if (rows_.num_tiles) isa_.tiles->begin();
-    take_all();
-    if (rows_.num_tiles) isa_.tiles->end();
-}
-
 Walk::Room Walk::room_of_thread() const {
     const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
     const int64_t of_floats = scratch_floats(widest, kTokenBlock, isa_.eight_rows ? 8 : 4);
@@ -165,7 +159,8 @@ Walk::Room Walk::room_of_thread() const {
     return room;
 }
 
-void Walk::take_all() {
+void Walk::take_ranges() {
+    if (rows_.num_tiles) isa_.tiles->begin();
     const Room room = room_of_thread();
     Reader reader(queue_);
     const bool counted = is_counting();
@@ -175,6 +170,7 @@ void Walk::take_all() {
         run_range(reader, room);
         if (!range->down) progress_[range->expert].ranges.fetch_add(1, std::memory_order_release);
     }
+    if (rows_.num_tiles) isa_.tiles->end();
 }
 
 void Walk::run_range(Reader& reader, const Room& room) {

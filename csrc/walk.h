@@ -61,7 +61,6 @@ private:
     void prepare(int64_t i);
     void prepare_tile(int64_t tile);
     void take_ranges();
-    void take_all();
     Room room_of_thread() const;
     void run_range(Reader& reader, const Room& room);
     void wait_for_h(int32_t expert);

@@ -48,7 +48,7 @@ class Request:
         like: a key of `PUBLISHED`.
         layers: the first so many layers only; without the multi-token prediction layer, where there is one.
         tiny: shrink every size; names and dtypes stay.
-        fused: experts stacked in one tensor a projection, where the published ones lie apart.
+        fused: experts stacked in one tensor a projection, where the published ones are unstacked.
         format: a format of moestro, to store the experts as moestro's own checkpoints do.
     """
 
@@ -130,7 +130,7 @@ def _experts(request: Request, published: Published, config: dict[str, Any]) -> 
         _refuse("--fused with --format", "one of them", "A format stores experts stacked already.")
     if request.fused:
         if not published.fusable:
-            _refuse(f"--fused for {request.like}", "bfloat16 experts that lie apart", "Leave --fused out.")
+            _refuse(f"--fused for {request.like}", "bfloat16 unstacked experts", "Leave --fused out.")
         return fused, config
     if request.format is None:
         return published.experts, config

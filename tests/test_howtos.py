@@ -20,7 +20,7 @@ FILES: dict[str, list[list[str]]] = {
     "add-an-element": [
         ["src/moestro/formats/elements.py", "src/moestro/formats/nf4.py", "src/moestro/formats/registry.py"],
         ["csrc/elements.h"],
-        ["src/moestro/ops/expert_mlp/triton.py", "src/moestro/ops/expert_mlp/triton_nibbles.py"],
+        ["src/moestro/ops/expert_mlp/triton.py", "src/moestro/ops/triton_nibbles.py"],
     ],
     "add-an-architecture": [["src/moestro/hf/families/parrot.py", "src/moestro/hf/families/__init__.py"]],
     "add-a-dispatcher": [["slices.py"]],

@@ -13,7 +13,7 @@ from gpu.precompile import compile_ahead
 from moestro.bench.failures import DeviceLostError
 from moestro.bench.measure import Say, bits_of, extend, groups, only_those_here, start
 from moestro.bench.peers.variant import Variant
-from moestro.bench.records import Place, Plan, Report, dtype_name
+from moestro.bench.records import Plan, PlanPoint, Report, dtype_name
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 from peers.graphs import GRAPH
@@ -145,7 +145,7 @@ def _rest(part: Plan, found: Found, budget: Budget) -> Plan | None:
     part = replace(part, ours=known(part.ours), peers=known(part.peers))
     left = [t for t in part.tokens if not found.has(key, t)]
     for t in [t for t in left if (key, t) in found.points]:
-        found.reports[spec.name].rows += Place(spec, dtype, t, part.ours, part.peers).skipped(found.points[key, t])
+        found.reports[spec.name].rows += PlanPoint(spec, dtype, t, part.ours, part.peers).skipped(found.points[key, t])
         budget.drop(1)
         left.remove(t)
     return replace(part, tokens=tuple(left)) if left else None

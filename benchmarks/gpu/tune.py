@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu import tuned
 from moestro import machine
 from moestro.bench.failures import failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, inputs, make_layer
@@ -21,7 +22,7 @@ from moestro.bench.peers.variant import Call
 from moestro.bench.timing import Timer, cold_bytes, event_clock
 from moestro.errors import unsupported
 from moestro.ops import gpu
-from moestro.ops.expert_mlp import triton, triton_tuned, triton_tuning
+from moestro.ops.expert_mlp import triton, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile, shared_bytes
 from moestro.ops.gpu import Device
 from moestro.tolerances import disagreement
@@ -95,7 +96,7 @@ def tune(
                     needs="one at least",
                     fix="See whether moestro.expert_mlp runs on this device.",
                 )
-            triton_tuned.store(triton_tuned.device_name(layer.device), {trial.problem: best.plan})
+            tuned.store(tuned.device_name(layer.device), {trial.problem: best.plan})
             on_found(best)
             found.append(best)
     return found

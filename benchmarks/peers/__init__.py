@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from peers.fp8 import FP8
 from peers.ggml import GGML
+from peers.installed import versions
 from peers.kt import KT
 from peers.onnx import ONNX
-from peers.place import versions
 from peers.torch_packed import TORCH_PACKED
 from peers.triton_kernels import TRITON_KERNELS
 from peers.vllm import VLLM

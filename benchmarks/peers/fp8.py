@@ -14,9 +14,9 @@ from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Numbers, Variant, cost
 from moestro.formats import PackedTensor
 from moestro.reference import activate
-from moestro.tolerances import ROUNDED_ROWS
+from moestro.tolerances import LOW_PRECISION_INPUT
 from moestro.types import SWIGLU, Routing
-from peers import place
+from peers import installed
 
 _MOST = torch.finfo(torch.float8_e4m3fn).max
 _UNIT = 16
@@ -25,7 +25,9 @@ _BLOCK = 128
 
 
 def _numbers(format: str, bits: float) -> Numbers:
-    return Numbers(format, 8, bits, reference=format, bound=ROUNDED_ROWS, products="fp8-e4m3", bits_to_prepare=bits)
+    return Numbers(
+        format, 8, bits, reference=format, bound=LOW_PRECISION_INPUT, products="fp8-e4m3", bits_to_prepare=bits
+    )
 
 
 def rows_in_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ def _refuses_transformers(spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return "Transformers' FP8Experts have no biases"
     if spec.hidden_size % _BLOCK or spec.intermediate_size % _BLOCK:
         return f"it needs sizes that are multiples of {_BLOCK}"
-    return place.refuses(spec, (SWIGLU,))
+    return installed.refuses(spec, (SWIGLU,))
 
 
 def _absent_transformers() -> str | None:

@@ -21,7 +21,7 @@ from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import UnsupportedError, unsupported
 from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, Routing
-from peers import place
+from peers import installed
 from peers.ggml_library import LIBRARIES, TYPES, Engine, engine, library
 from peers.teams import settle, wake_torch
 
@@ -192,14 +192,14 @@ def _encoded(layer: Layer, kind: str, last: bool) -> list[Tensor]:
 
 def _separated(layer: Layer) -> tuple[Tensor, Tensor]:
     """gate_up [E, 2 * I, H], all of gate before all of up, and down."""
-    gate_up, down = place.matrices(layer)
+    gate_up, down = installed.matrices(layer)
     if layer.spec.activation.interleaved:
         gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], 1)
     return gate_up, down
 
 
 def _separated_biases(layer: Layer) -> tuple[Tensor, Tensor]:
-    gate_up, down = place.biases(layer)
+    gate_up, down = installed.biases(layer)
     assert gate_up is not None
     assert down is not None
     if layer.spec.activation.interleaved:
@@ -242,11 +242,11 @@ def _refuses(kind: str, repack: bool, spec: LayerSpec, dtype: torch.dtype) -> st
         return f"{kind} needs rows whose length is a multiple of {columns}"
     if repack and (spec.hidden_size % 8 or spec.intermediate_size % 8):
         return "repacking takes rows in eights"
-    return place.refuses(spec)
+    return installed.refuses(spec)
 
 
 def _absent() -> str | None:
-    return next((why for name in LIBRARIES if (why := place.missing("ggml", f"ggml/{name}")) is not None), None)
+    return next((why for name in LIBRARIES if (why := installed.missing("ggml", f"ggml/{name}")) is not None), None)
 
 
 def _variant(kind: str, numbers: Numbers, repack: bool = False) -> Variant:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peers import place
+from peers import installed
 
 LIBRARIES = ("libggml-base.so", "libggml-cpu.so")
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "q4_K": 12, "bf16": 30, "mxfp4": 39}
@@ -144,7 +144,7 @@ class Engine:
 @cache
 def library() -> Library:
     """The installed libraries."""
-    return Library(place.path("ggml"))
+    return Library(installed.path("ggml"))
 
 
 @cache

@@ -17,7 +17,7 @@ from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Numbers, Variant, cost
 from moestro.tolerances import INT4_ROWS, QUANTISED
 from moestro.types import SWIGLU
-from peers import place, worker
+from peers import installed, worker
 
 _VARIANTS = {"amx_int8": "amx", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni", "avx512bw": "avx512_base"}
 _CLASSES = {"bf16": "AMXBF16_MOE", "int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE"}
@@ -32,20 +32,20 @@ def _library() -> str | None:
     name = next((name for feature, name in _VARIANTS.items() if feature in features), None)
     if name is None:
         return None
-    found = place.folder()
+    found = installed.folder()
     files = [] if found is None else sorted(found.glob(f"kt/kt_kernel/_kt_kernel_ext_{name}.*.so"))
     return f"kt/kt_kernel/{files[0].name}" if files else f"kt/kt_kernel/_kt_kernel_ext_{name}.so"
 
 
 def _absent() -> str | None:
     file = _library()
-    return "kt-kernel has no kernels for this processor" if file is None else place.missing("kt-kernel", file)
+    return "kt-kernel has no kernels for this processor" if file is None else installed.missing("kt-kernel", file)
 
 
 def _module() -> Any:
     file = _library()
     assert file is not None
-    spec = importlib.util.spec_from_file_location("kt_kernel_ext", place.path(file))
+    spec = importlib.util.spec_from_file_location("kt_kernel_ext", installed.path(file))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,7 +61,7 @@ class _Layer:
         pool = kt.WorkerPoolConfig()
         pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [torch.get_num_threads()]
         self.infer = kt.CPUInfer(pool)
-        gate_up, down = (weight.bfloat16() for weight in place.matrices(layer))
+        gate_up, down = (weight.bfloat16() for weight in installed.matrices(layer))
         halves = (part.contiguous() for part in gate_up.chunk(2, 1))
         self.source = dict(zip(("gate", "up", "down"), (*halves, down), strict=True))
         e, self.top_k = layer.num_experts, spec.top_k
@@ -115,7 +115,7 @@ def _refuses(kind: str, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return "it has no biases"
     if spec.hidden_size % 256 or spec.intermediate_size % 256:
         return "it needs sizes that are multiples of 256"
-    return place.refuses(spec, (SWIGLU,))
+    return installed.refuses(spec, (SWIGLU,))
 
 
 def _variant(kind: str, numbers: Numbers) -> Variant:

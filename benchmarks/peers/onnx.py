@@ -19,7 +19,7 @@ from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import unsupported
 from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, Routing
-from peers import place
+from peers import installed
 from peers.teams import settle, wake_torch
 
 _NOT_CHOSEN = -6e4
@@ -64,8 +64,8 @@ def _integers(weight: Tensor, stored: _Stored) -> tuple[Tensor, Tensor]:
 def _tensors(layer: Layer, stored: _Stored) -> list[Tensor | None]:
     """The node's inputs after x and logits, in its order; None for what is left out."""
     found: list[Tensor | None] = []
-    gate_up, down = place.matrices(layer)
-    gate_up_bias, down_bias = place.biases(layer)
+    gate_up, down = installed.matrices(layer)
+    gate_up_bias, down_bias = installed.biases(layer)
     if gate_up_bias is not None:
         gate_up_bias = _interleaved(gate_up_bias, layer)
     for weight, bias in ((_interleaved(gate_up, layer), gate_up_bias), (down, down_bias)):
@@ -94,7 +94,7 @@ class _Session:
     """A session of ONNX Runtime on one layer; the weights lie beside the graph, which holds but their names."""
 
     def __init__(self, layer: Layer, stored: _Stored) -> None:
-        onnx, runtime = place.module("onnx"), place.module("onnxruntime")
+        onnx, runtime = installed.module("onnx"), installed.module("onnxruntime")
         helper, proto = onnx.helper, onnx.TensorProto
         codes = {torch.float32: proto.FLOAT, torch.float16: proto.FLOAT16, torch.uint8: proto.UINT8}
         tensors = _tensors(layer, stored)
@@ -174,11 +174,11 @@ def _refuses(stored: _Stored, spec: LayerSpec, dtype: torch.dtype) -> str | None
         return f"{dtype} has a peer of its own bits"
     if stored.bits and (spec.hidden_size % stored.group or spec.intermediate_size % stored.group):
         return f"it needs sizes that are multiples of {stored.group}"
-    return place.refuses(spec)
+    return installed.refuses(spec)
 
 
 def _absent() -> str | None:
-    return place.missing("ONNX Runtime", f"{_FOLDER}/onnxruntime")
+    return installed.missing("ONNX Runtime", f"{_FOLDER}/onnxruntime")
 
 
 def _variant(name: str, stored: _Stored, numbers: Numbers) -> Variant:

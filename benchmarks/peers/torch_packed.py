@@ -14,7 +14,7 @@ from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.reference import activate
 from moestro.tolerances import QUANTISED
 from moestro.types import Routing
-from peers import place
+from peers import installed
 
 Product = Callable[[Tensor], Tensor]
 """Rows [R, K] times one expert's matrix -> [R, N], bias included, in the dtype of the rows."""
@@ -28,7 +28,7 @@ _LEVELS = 255
 
 def _int8_weights(matrix: Tensor, bias: Tensor | None) -> Product:
     """int8 by rows, widened inside `_weight_int8pack_mm`."""
-    codes, scales = place.rows_in_int8(matrix[None])
+    codes, scales = installed.rows_in_int8(matrix[None])
     packed, narrow = codes[0], scales[0].bfloat16()
     return lambda rows: _with_bias(torch._weight_int8pack_mm(rows, packed, narrow), bias)
 
@@ -47,7 +47,7 @@ def _int4_weights(matrix: Tensor, bias: Tensor | None) -> Product:
 
 def _int8_products(matrix: Tensor, bias: Tensor | None) -> Product:
     """oneDNN's int8 linear; rows are rounded to uint8 between their least and their largest number, of all rows."""
-    codes, scales = place.rows_in_int8(matrix[None])
+    codes, scales = installed.rows_in_int8(matrix[None])
     packed = torch.ops.onednn.qlinear_prepack(codes[0], None)
     zeros = torch.zeros(len(matrix), dtype=torch.int32)
     linear = torch.ops.onednn.qlinear_pointwise.default
@@ -72,7 +72,7 @@ def _with_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
 
 def _prepare(pack: Pack, dtype: torch.dtype, layer: Layer) -> Bind:
     products = []
-    for weight, bias in zip(place.matrices(layer), place.biases(layer), strict=True):
+    for weight, bias in zip(installed.matrices(layer), installed.biases(layer), strict=True):
         own = [None] * layer.num_experts if bias is None else list(bias if dtype == torch.float32 else bias.to(dtype))
         products.append([pack(weight[e], own[e]) for e in range(layer.num_experts)])
     gate_up, down = products
@@ -101,7 +101,7 @@ def _prepare(pack: Pack, dtype: torch.dtype, layer: Layer) -> Bind:
 def _refuses(unit: int, spec: LayerSpec, dtype: torch.dtype) -> str | None:
     if spec.hidden_size % unit or spec.intermediate_size % unit:
         return f"it needs sizes that are multiples of {unit}"
-    return place.refuses(spec)
+    return installed.refuses(spec)
 
 
 def _absent(name: str) -> str | None:

@@ -23,7 +23,7 @@ from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.formats import PackedTensor
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
-from peers import place
+from peers import installed
 
 _FOLDER = "triton_kernels"
 _SCALE_GROUPS = 4
@@ -43,7 +43,7 @@ class _Product:
 
 
 def _part(name: str) -> Any:
-    return place.module(f"triton_kernels.{name}", _FOLDER)
+    return installed.module(f"triton_kernels.{name}", _FOLDER)
 
 
 def _has(name: str) -> bool:
@@ -56,7 +56,7 @@ def _named(cls: Any) -> set[str]:
 
 def _matmul() -> Any:
     """The module of the matmul, whatever it is called."""
-    place.module("triton_kernels", _FOLDER)
+    installed.module("triton_kernels", _FOLDER)
     return _part("matmul_ogs" if _has("matmul_ogs") else "matmul")
 
 
@@ -239,16 +239,16 @@ def _refuses(spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return f"it is timed on bfloat16, not on {dtype}"
     if spec.top_k & (spec.top_k - 1):
         return "its routing takes powers of two of experts a token"
-    return place.refuses(spec)
+    return installed.refuses(spec)
 
 
 def _absent() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        folders = [Path(folder) for folder in place.module("triton_kernels", _FOLDER).__path__]
+        folders = [Path(folder) for folder in installed.module("triton_kernels", _FOLDER).__path__]
     except ImportError:
-        return f"triton_kernels is not installed: {place.INSTALL}"
+        return f"triton_kernels is not installed: {installed.INSTALL}"
     if any((folder / name).exists() for folder in folders for name in ("matmul_ogs.py", "matmul.py")):
         return None
     return f"the triton_kernels in {folders[0]} is another package of that name, without a matmul"

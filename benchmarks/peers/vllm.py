@@ -20,7 +20,7 @@ from moestro.bench.peers.variant import Bind, Call, Numbers, Refuses, Variant, c
 from moestro.formats import quantize
 from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, SWIGLU, Routing
-from peers import place
+from peers import installed
 
 BF16, INT8, FP8, INT4, MXFP4 = range(5)
 """What `fused_experts_cpu` calls its methods."""
@@ -44,7 +44,7 @@ def _absent(needs_tiles: bool) -> str | None:
         return "vLLM has no kernels for this processor"
     if needs_tiles and "amx_bf16" not in machine.features():
         return "these kernels of vLLM need a processor with AMX"
-    return place.missing("vLLM", file)
+    return installed.missing("vLLM", file)
 
 
 @cache
@@ -52,17 +52,17 @@ def _ops() -> Any:
     file = _library()
     assert file is not None
     ops: Any = torch.ops
-    ops.load_library(str(place.path(file)))
+    ops.load_library(str(installed.path(file)))
     return ops._C
 
 
 def _fused(isa: str, layer: Layer) -> Bind:
     """`cpu_fused_moe` on prepacked weights of the layer's dtype."""
     ops, packed = _ops(), []
-    for weight in place.matrices(layer):
+    for weight in installed.matrices(layer):
         packed.append(torch.empty_like(weight))
         ops.prepack_moe_weight(weight, packed[-1], isa)
-    biases = [None if bias is None else bias.to(layer.dtype) for bias in place.biases(layer)]
+    biases = [None if bias is None else bias.to(layer.dtype) for bias in installed.biases(layer)]
     act = "swigluoai" if layer.spec.activation == GPT_OSS_SWIGLU else "silu"
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _pack_bf16(weight: Tensor) -> _Packed:
 
 
 def _pack_int8(weight: Tensor) -> _Packed:
-    codes, scales = place.rows_in_int8(weight)
+    codes, scales = installed.rows_in_int8(weight)
     return _Packed(_ops().convert_weight_packed(codes), scales)
 
 
@@ -133,11 +133,11 @@ def _in_words(codes: Tensor) -> Tensor:
 
 def _experts(method: int, pack: Callable[[Tensor], _Packed], layer: Layer) -> Bind:
     """`fused_experts_cpu` on weights packed by `pack`; x in bfloat16."""
-    w1, w2 = (pack(weight) for weight in place.matrices(layer))
+    w1, w2 = (pack(weight) for weight in installed.matrices(layer))
     ops, block = _ops(), {FP8: [128, 128], MXFP4: [1, 32]}.get(method)
     act = layer.spec.activation
     limits = (act.alpha, act.limit) if act == GPT_OSS_SWIGLU else (None, None)
-    rest = (method, w1.scales, w2.scales, w1.zeros, w2.zeros, None, block, *place.biases(layer), *limits, True)
+    rest = (method, w1.scales, w2.scales, w1.zeros, w2.zeros, None, block, *installed.biases(layer), *limits, True)
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -158,7 +158,7 @@ def _refuses(dtypes: tuple[torch.dtype, ...], unit: int, plain_only: bool) -> Re
             return f"it needs sizes that are multiples of {unit}"
         if plain_only and spec.bias:
             return "it leaves biases out in this format"
-        return place.refuses(spec, (SWIGLU,) if plain_only else place.SERVED)
+        return installed.refuses(spec, (SWIGLU,) if plain_only else installed.SERVED)
 
     return refuses
 

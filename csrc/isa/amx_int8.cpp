@@ -1,4 +1,4 @@
-// Rows as int8 on AMX: 32 rows of weights meet tokens 16 at a time, in exact sums of 32 bits. Few tokens are left to
+// Int8 inputs on AMX: 32 rows of weights meet tokens 16 at a time, in exact sums of 32 bits. Few tokens are left to
 // VNNI, whose sums these equal bit by bit: floats are added in the order in which its lanes and then `sums` add them.
 //
 // One side of a product is 16 rows of weights: of int8 as they lie, of nibbles decoded to signed bytes, one unit of

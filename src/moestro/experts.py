@@ -96,7 +96,7 @@ class Experts(nn.Module):
         """A module over existing weights; nothing is copied, biases and strides stay as they are.
 
         A projection that is one dense tensor becomes a parameter, which requires a gradient if the tensor did. Packed
-        experts and experts that lie apart become buffers: frozen, and of their dtypes whatever the module is cast to.
+        experts and unstacked experts become buffers: frozen, and of their dtypes whatever the module is cast to.
 
         Raises:
             InvalidInputError: the weights carry an output_norm, which is a module of its own.
@@ -155,7 +155,7 @@ class Experts(nn.Module):
             return self._build()
         parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         built, buffers = self._built, tuple(self._buffers.values())
-        if built is None or not (built.stands(parameters, buffers) and self._describes(built.weights)):
+        if built is None or not (built.is_current(parameters, buffers) and self._describes(built.weights)):
             self._built = built = Built(self._build(), parameters, buffers)
         return built.weights
 

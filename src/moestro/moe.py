@@ -92,18 +92,17 @@ class MoE(nn.Module):
             )
         x = x if len(shape) == 2 else x.reshape(-1, hidden_size)
         routing = self.route(x)
-        shared = self.shared_experts
+        routed, shared = self.experts if self.dispatcher is None else self._dispatched, self.shared_experts
         if shared is None:
-            y = self._routed(x, routing)
+            y = cast(Tensor, routed(x, routing))
         else:  # which need nothing of each other
-            y, z = gpu.beside(x, lambda: self._routed(x, routing), lambda: cast(Tensor, shared(x)))
+            y, z = gpu.beside(x, lambda: cast(Tensor, routed(x, routing)), lambda: cast(Tensor, shared(x)))
             y = y + z
         return y if len(shape) == 2 else y.reshape(shape)
 
-    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
-        """What the routed experts add, wherever they are."""
-        if self.dispatcher is None:
-            return cast(Tensor, self.experts(x, routing))
+    def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
+        """What routed experts on several devices add."""
+        assert self.dispatcher is not None
         rows, local, handle = self.dispatcher.dispatch(x, routing)
         return self.dispatcher.combine(self.experts(rows, local), handle)
 

@@ -87,7 +87,7 @@ def round_rows_e4m3(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def product(x: Tensor, stored: StoredExperts, e: int, rows: InputFormat) -> Tensor:
     """Rows x [R, K] times expert e's matrix [N, K], transposed -> [R, N], in the dtype of x.
 
-    Rows as int8 or fp8-e4m3: in float64 the sum of a group of weights that share a scale is exact, and one scale of the
+    Int8 or fp8-e4m3 inputs: in float64 the sum of a group of weights that share a scale is exact, and one scale of the
     weights and one of the row are all that meets it.
     """
     if rows == "float":
@@ -109,7 +109,7 @@ def product(x: Tensor, stored: StoredExperts, e: int, rows: InputFormat) -> Tens
 
 
 def _product_of_floats(x: Tensor, block: PackedTensor) -> Tensor:
-    """`product` of rows as fp8-e4m3; the columns that share a scale of the weights share one of a row."""
+    """`product` of fp8-e4m3 inputs; the columns that share a scale of the weights share one of a row."""
     values, steps, columns = floats(block)
     q, s = round_rows_e4m3(x, columns)
     y = x.new_zeros(x.shape[0], block.shape[0])

@@ -39,7 +39,7 @@ On normal weights the formats themselves cost 0.014 to 0.05 in 8 bits and 0.13 t
 out of eight costs a token about 0.35, halves that are swapped more than 1.
 """
 
-ROUNDED_ROWS = 0.08
+LOW_PRECISION_INPUT = 0.08
 """The same for rows rounded to int8 before both products, against rows of floats and the same weights.
 
 On normal rows and layers of published sizes it costs 0.02 to 0.03, and the worst of 33 tokens up to 0.04; rows rounded

@@ -90,9 +90,9 @@ class Routing:
         """The same value without a look at shapes, dtypes and devices, for tensors made to fit."""
         made = object.__new__(cls)
         made.__dict__.update(expert_ids=expert_ids, routing_weights=routing_weights, weight_on=weight_on)
-        return made if checked_for is None else made.fits(checked_for)
+        return made if checked_for is None else made.mark_checked(checked_for)
 
-    def fits(self, num_experts: int) -> Routing:
+    def mark_checked(self, num_experts: int) -> Routing:
         """This value, remembering that its ids and weights are known to fit so many experts."""
         object.__setattr__(self, "checked_for", num_experts)
         return self
@@ -140,7 +140,7 @@ class Routing:
         if ids.device.type != "cpu" or torch.compiler.is_compiling():
             torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
             torch._assert_async(finite, f"[{operation}] routing_weights must be finite")
-            self.fits(num_experts)
+            self.mark_checked(num_experts)
             return
         if not in_range:
             low, high = torch.aminmax(ids)
@@ -157,7 +157,7 @@ class Routing:
                 needs="finite weights in every used slot",
                 fix="Look for NaN in the router's input or its logits.",
             )
-        self.fits(num_experts)
+        self.mark_checked(num_experts)
 
 
 ActivationKind = Literal["silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity", "custom"]

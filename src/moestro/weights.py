@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -34,8 +35,8 @@ class ExpertWeights:
             integers or floats are multiplied.
 
     Raises:
-        InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown row format.
-        UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
+        InvalidInputError: the shapes do not belong together, or lie on several devices; an unknown input format.
+        UnsupportedError: int8 inputs and weights that are no integers, or fp8-e4m3 inputs and weights that are not.
     """
 
     gate_up: StoredExperts
@@ -86,6 +87,22 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Wrap ordinary floating-point tensors; nothing is copied. Shapes and errors as for the class."""
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
+
+    @classmethod
+    def unchecked(
+        cls,
+        gate_up: StoredExperts,
+        down: StoredExperts,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: Activation,
+        input_format: InputFormat,
+    ) -> ExpertWeights:
+        """Weights of what a checked value was made of: a node of a graph makes them at every call."""
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "output_norm": None}
+        rest = {"activation": activation, "input_format": input_format}
+        made: ExpertWeights = _unchecked(cls, gate_up=gate_up, down=down, **biases, **rest)
+        return made
 
     def quantize(
         self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
@@ -154,33 +171,24 @@ class Parts:
     Attributes:
         tensors: as `ExpertWeights.tensors`.
         words: everything but the tensors, as a key; None where a tensor is no ordinary one or a format has no name.
-        by_expert: for experts that are not stacked, the indices of each one's tensors.
-        others: the indices of the tensors that are no single expert's; None where all experts are stacked.
+        num_experts: E.
+        unstacked: for each projection that is not stacked, the index of its first tensor and the tensors an expert has.
     """
 
     tensors: tuple[Tensor, ...]
     words: tuple[Any, ...] | None
-    by_expert: tuple[tuple[int, ...], ...]
-    others: tuple[int, ...] | None
+    num_experts: int
+    unstacked: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> Parts:
         """Those of these weights."""
-        tensors, stored = weights.tensors, (weights.gate_up, weights.down)
-        by_expert: list[list[int]] = [[] for _ in range(weights.num_experts)]
-        others, start = list(range(len(tensors))), 0
-        for projection in stored:
-            if isinstance(projection, SplitTensor):
-                each = len(projection.tensors) // weights.num_experts
-                for e, own in enumerate(by_expert):
-                    own.extend(range(start + e * each, start + (e + 1) * each))
-                others = [i for i in others if not start <= i < start + len(projection.tensors)]
-            start += len(projection.tensors)
-        unstacked = any(isinstance(projection, SplitTensor) for projection in stored)
-        return cls(tensors, _words(weights), tuple(map(tuple, by_expert)), tuple(others) if unstacked else None)
+        num_experts, tensors = weights.num_experts, weights.tensors
+        counts = [(len(s.tensors), isinstance(s, SplitTensor)) for s in (weights.gate_up, weights.down)]
+        return cls(tensors, _words(weights, tensors), num_experts, unstacked_spans(counts, num_experts))
 
     def call_key(self) -> tuple[Any, ...] | None:
-        """The words and, to tell layers apart, where the first tensor of each projection lies."""
+        """The words and, to tell layers apart, where the first and the last tensor lie."""
         tensors = self.tensors
         if self.words is None:
             return None
@@ -189,50 +197,66 @@ class Parts:
 
     def read_by(self, experts: Iterable[int]) -> list[int] | None:
         """The indices of the tensors that these experts' computation reads; None where all are stacked."""
-        if self.others is None:
+        if not self.unstacked:
             return None
-        most = len(self.by_expert)
-        return [*self.others, *(i for e in experts if 0 <= e < most for i in self.by_expert[e])]
+        of_experts = [range(start, start + self.num_experts * each) for start, each in self.unstacked]
+        found = [i for i in range(len(self.tensors)) if not any(i in span for span in of_experts)]
+        for e in experts:
+            if 0 <= e < self.num_experts:
+                for start, each in self.unstacked:
+                    found.extend(range(start + e * each, start + (e + 1) * each))
+        return found
 
 
-def _words(weights: ExpertWeights) -> tuple[Any, ...] | None:
+def unstacked_spans(counts: Iterable[tuple[int, bool]], num_experts: int) -> tuple[tuple[int, int], ...]:
+    """`Parts.unstacked` for projections of so many tensors, of which each is stacked or not."""
+    spans, start = [], 0
+    for count, unstacked in counts:
+        if unstacked:
+            spans.append((start, count // num_experts))
+        start += count
+    return tuple(spans)
+
+
+def _words(weights: ExpertWeights, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     stored = (weights.gate_up, weights.down)
-    ordinary = all(type(t) in (Tensor, torch.nn.Parameter) for t in weights.tensors)
-    if not ordinary or not all(formats.is_registered(s.format) for s in stored):
+    if not {*map(type, tensors)} <= _ORDINARY or not all(formats.is_registered(s.format) for s in stored):
         return None
     layouts = tuple((s.format.name, isinstance(s, SplitTensor), s.shape) for s in stored)
     biases = weights.gate_up_bias is not None, weights.down_bias is not None
     return layouts, biases, weights.activation.code, weights.output_norm is not None, weights.input_format
 
 
+_ORDINARY = {Tensor, torch.nn.Parameter}
+
 _MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {
     "int8": (INTEGERS, "integers: int8, int4, mxfp4, nvfp4 or fp4"),
     "fp8-e4m3": (("e4m3",), "8-bit floats: fp8-e4m3-tensor, fp8-e4m3-channel or fp8-e4m3-b128"),
 }
-"""By row format: elements of weights that such rows are multiplied by, and what these are called."""
+"""By input format: elements of weights that such rows are multiplied by, and what these are called."""
 
 
 def check_input_format(input_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
     """Check that rows of this format can be multiplied by weights of all these.
 
     Raises:
-        InvalidInputError: not a row format.
-        UnsupportedError: rows as int8 and weights that are no integers, or rows as fp8-e4m3 and weights that are not.
+        InvalidInputError: not an input format.
+        UnsupportedError: int8 inputs and weights that are no integers, or fp8-e4m3 inputs and weights that are not.
     """
     if input_format == "float":
         return
     if input_format not in _MULTIPLIED:
         raise invalid_input(
-            operation, got=f"rows as {input_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
+            operation, got=f"input_format={input_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
         )
     elements, called = _MULTIPLIED[input_format]
     for form in stored:
         if form.element not in elements:
             raise unsupported(
                 operation,
-                got=f"rows as {input_format} and weights stored as {form.name}",
+                got=f"{input_format} inputs and weights stored as {form.name}",
                 needs=f"weights that are {called}",
-                fix="Quantise them to one of these formats, or leave rows as float.",
+                fix="Quantise them to one of these formats, or leave inputs as float.",
             )
 
 
@@ -281,7 +305,7 @@ class Layout:
 
     Attributes:
         format: of all of them.
-        num_blocks: matrices of each expert that lie apart; 0 for one stack.
+        num_blocks: matrices of each unstacked expert; 0 for one stack.
     """
 
     format: WeightFormat
@@ -291,7 +315,7 @@ class Layout:
     def of(cls, stored: StoredExperts) -> Layout:
         return cls(stored.format, len(stored.matrices[0]) if isinstance(stored, SplitTensor) else 0)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The fields of `PackedTensor` that the format fills: one tensor of each for a stack, or for every matrix."""
         scaling = self.format.scaling
@@ -299,6 +323,12 @@ class Layout:
             return ("data",)
         kinds = {"data": True, "scales": True, "zeros": scaling.zeros, "global_scales": scaling.global_scales}
         return tuple(name for name, there in kinds.items() if there)
+
+    def num_experts(self, tensors: Sequence[Tensor]) -> int:
+        """E of the experts that these tensors make up."""
+        if self.num_blocks:
+            return len(tensors) // (self.num_blocks * len(self.names))
+        return tensors[0].shape[0]
 
     def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
         """The experts made of these tensors; they come from a value of this layout and are not checked again."""
@@ -332,7 +362,7 @@ class Built:
         self._tensors = [*parameters, *others]
         self._kinds = [(t, t.dtype, t.shape, t.stride()) for t in parameters if t is not None]
 
-    def stands(self, parameters: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
+    def is_current(self, parameters: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
         """Whether these are the same tensors, and the parameters still of the same dtypes, shapes and strides."""
         now = [*parameters, *others]
         same = len(now) == len(self._tensors) and all(map(is_, now, self._tensors))

@@ -9,7 +9,7 @@ import torch
 
 from moestro import machine
 from moestro.bench import Plan, ours, peaks, run
-from moestro.bench.records import Place, Report, Row
+from moestro.bench.records import PlanPoint, Report, Row
 from moestro.machine import Roof
 
 
@@ -26,7 +26,7 @@ def report(tiny, rates: dict[str, float], found: dict[str, float], *more: Row) -
 
 
 def row(tiny, dtype: str, peak: str, gigaflops: float) -> Row:
-    place = Place(tiny("olmoe"), getattr(torch, dtype), 4, (ours(),), ())
+    place = PlanPoint(tiny("olmoe"), getattr(torch, dtype), 4, (ours(),), ())
     share = gigaflops / 2  # of a peak that was measured as 2 GFLOP/s
     return replace(
         Row.skipped(place, ours(), ""), status="ok", reason=None, peak=peak, gigaflops=gigaflops, peak_share=share

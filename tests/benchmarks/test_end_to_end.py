@@ -17,8 +17,8 @@ import moestro
 from moestro.errors import InvalidInputError
 from moestro.formats import dequantize, quantize
 from moestro.settings import BENCH_PEERS_VARIABLE
-from moestro.tolerances import ROUNDED_ROWS, WHOLE_MODEL
-from peers import place
+from moestro.tolerances import LOW_PRECISION_INPUT, WHOLE_MODEL
+from peers import installed
 from source import ROOT
 from tolerances import assert_close
 
@@ -184,7 +184,7 @@ def test_engines_of_python_do_the_same(folders: dict[str, Path], tmp_path: Path)
         assert turns[engine].resident_bytes >= turns[engine].anonymous_bytes > 0
     first, second, third = (torch.from_numpy(np.load(tmp_path / f"{engine}.npy"))[None] for engine in turns)
     for other in (second, third):
-        assert float((other - first).norm() / first.norm()) < ROUNDED_ROWS
+        assert float((other - first).norm() / first.norm()) < LOW_PRECISION_INPUT
 
 
 def test_a_turn_in_a_process_of_its_own_that_fails(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_turn_in_a_process_of_its_own_that_fails(tmp_path: Path) -> None:
     assert "where there is no folder" in problem
 
 
-ABSENT = place.missing("llama.cpp", "llama/llama_cpp")
+ABSENT = installed.missing("llama.cpp", "llama/llama_cpp")
 
 
 @pytest.mark.skipif(ABSENT is not None, reason=str(ABSENT))
@@ -212,5 +212,5 @@ def test_llama_cpp_computes_the_same_model(folders: dict[str, Path], like: str, 
         if storage.experts == "f32":
             assert_close(actual, expected, torch.bfloat16)  # keys and values are kept in float16
         else:  # rows are rounded to int8
-            assert float((actual - expected).norm() / expected.norm()) < ROUNDED_ROWS
+            assert float((actual - expected).norm() / expected.norm()) < LOW_PRECISION_INPUT
             assert gguf_model.read_bytes(file) == pytest.approx(end_to_end.describe(folders[like]).read_bytes, rel=0.1)

@@ -19,7 +19,7 @@ from moestro.bench import LAYERS, known_peers, make_layer
 from moestro.bench.layers import LayerSpec, expected_output, inputs
 from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import disagreement, too_far
-from peers import fp8, place, triton_kernels
+from peers import fp8, installed, triton_kernels
 
 PEERS = known_peers()
 
@@ -186,12 +186,12 @@ def test_transformers_fp8_experts_are_given_our_weights(monkeypatch: pytest.Monk
     with torch.inference_mode():
         output = PEERS["transformers-fp8"].prepare(layer)(x, routing)()
     assert handed == [((8, 512, 128), (8, 4, 1)), ((8, 128, 256), (8, 1, 2))]
-    assert too_far(output, expected_output(layer, x, routing, "fp8-e4m3-b128"), fp8.ROUNDED_ROWS) is None
+    assert too_far(output, expected_output(layer, x, routing, "fp8-e4m3-b128"), fp8.LOW_PRECISION_INPUT) is None
 
 
 def test_modules_of_peers_stand_behind_installed_ones(peers_folder: Path) -> None:
     (peers_folder / "triton_kernels").mkdir()
     (peers_folder / "triton_kernels" / "json.py").write_text("raise RuntimeError")
-    found = place.module("json", "triton_kernels")
+    found = installed.module("json", "triton_kernels")
     assert isinstance(found, ModuleType)
     assert hasattr(found, "dumps")

@@ -20,7 +20,7 @@ from moestro.reference import activate
 from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import INT4_ROWS, QUANTISED, disagreement, relative_error, too_far
 from moestro.types import Routing
-from peers import ggml, onnx, place, teams, torch_packed, vllm
+from peers import ggml, installed, onnx, teams, torch_packed, vllm
 from peers.vllm import VLLM
 
 PEERS = known_peers()
@@ -134,7 +134,7 @@ def test_stored_bits_are_those_of_the_class(name: str) -> None:
 def test_rows_in_int8() -> None:
     weight = torch.randn(2, 5, 40)
     weight[1, 2] = 0
-    codes, scales = place.rows_in_int8(weight)
+    codes, scales = installed.rows_in_int8(weight)
     assert codes.abs().amax(-1)[0].tolist() == [127] * 5
     assert relative_error(codes * scales[..., None], weight) < QUANTISED[8]
     assert codes[1, 2].abs().max() == 0
@@ -170,7 +170,7 @@ def test_onnx_integers_undone_by_hand(bits: int) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_orders_of_gate_and_up(interleaved: bool) -> None:
     layer = make_layer(medium("gpt-oss-20b" if interleaved else "olmoe"), torch.float32, 6)
-    stored, x = place.matrices(layer)[0], torch.randn(4, 512)
+    stored, x = installed.matrices(layer)[0], torch.randn(4, 512)
     own = replace(layer.spec.activation, interleaved=interleaved)
     for e in range(6):
         expected = activate(x @ stored[e].T, own)

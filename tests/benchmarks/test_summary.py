@@ -1,4 +1,4 @@
-"""The README's tables from stored results."""
+"""The tables of docs/benchmarks.md from stored results."""
 
 from __future__ import annotations
 
@@ -66,3 +66,11 @@ def test_every_format_against_the_fastest_peer_of_its_bits(summary: ModuleType, 
 def test_what_moestro_has_no_time_for_has_no_number(summary: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, "a", ours("moestro-mxfp4", status="wrong output"), {"variant": "fast", "ratio": None})
     assert summary.against_best(tmp_path) == {}
+
+
+def test_short_calls_of_peers_with_other_threads_do_not_count(summary: ModuleType, tmp_path: Path) -> None:
+    both = (ours("moestro-mxfp4"), ours("moestro-nvfp4"))
+    few = (peer("ggml-q4_0", 1.1, 1.1), peer("ort-int4-g32", 1.2, 1.2), peer("vllm-int4", 1.5, 1.25))
+    write(tmp_path, "a", *both, *few, *({**row, "num_tokens": 16} for row in (*both, *few)))
+    found = summary.against_best(tmp_path)["olmoe", "mxfp4", "bfloat16"]
+    assert found == {1: (1.5, "vllm-int4"), 16: (1.1, "ggml-q4_0")}

@@ -19,7 +19,7 @@ from gpu.sweep import LOST, Found
 from moestro import machine
 from moestro.bench import LAYERS, Plan, Report, Row, failures, make_layer, measure, ours, point, records
 from moestro.bench.failures import DeviceLostError
-from moestro.bench.records import BUDGET_SPENT, Place
+from moestro.bench.records import BUDGET_SPENT, PlanPoint
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 from moestro.machine import Roof
@@ -46,7 +46,7 @@ def gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_of(part: Plan, **more: object) -> list[Row]:
     """Rows as `extend` would add them, all skipped."""
     [spec], [dtype] = part.layers, part.dtypes
-    places = [Place(spec, dtype, num_tokens, part.ours, part.peers) for num_tokens in part.tokens]
+    places = [PlanPoint(spec, dtype, num_tokens, part.ours, part.peers) for num_tokens in part.tokens]
     return [replace(row, **more) for place in places for row in place.skipped("not run")]
 
 
@@ -72,7 +72,7 @@ def fake_points(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Layers are tiny and points are not run; the list is of (layer, bits, tokens) as `run_point` meets them."""
     met: list[tuple[str, int, int]] = []
 
-    def run_point(place: Place, bound: object, refused: object, seconds: float) -> list[Row]:
+    def run_point(place: PlanPoint, bound: object, refused: object, seconds: float) -> list[Row]:
         met.append((place.spec.name, place.ours[0].numbers.bits_in(place.dtype), place.num_tokens))
         return place.skipped("timed")
 
@@ -95,7 +95,7 @@ def test_a_budget_that_is_spent_leaves_what_is_wanted_most(
     now, met = [0.0], fake_points
     counted = measure.run_point
 
-    def run_point(place: Place, *rest: object) -> list[Row]:
+    def run_point(place: PlanPoint, *rest: object) -> list[Row]:
         now[0] += 2.0 + 7.0 * (place.num_tokens == 1)
         return counted(place, *rest)
 
@@ -170,7 +170,7 @@ def test_another_process_goes_on_behind_what_lost_the_device(
     counted = measure.run_point
     broken = {("olmoe", 16, 64): "moestro-graph", ("mixtral", 16, 1): None, ("mixtral", 4, 64): "moestro-mxfp4"}
 
-    def run_point(place: Place, bound: object, refused: dict[str, str], seconds: float) -> list[Row]:
+    def run_point(place: PlanPoint, bound: object, refused: dict[str, str], seconds: float) -> list[Row]:
         rows = counted(place, bound, refused, seconds)
         culprit = broken.get(met[-1], "nobody")
         if culprit not in refused and culprit != "nobody":

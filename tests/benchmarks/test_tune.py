@@ -15,11 +15,11 @@ import torch
 from typer.testing import CliRunner
 
 import tune as script
-from gpu import tune
+from gpu import tune, tuned
 from moestro import settings
 from moestro.bench import make_layer
 from moestro.errors import UnsupportedError
-from moestro.ops.expert_mlp import triton, triton_tuned
+from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, choose, shared_bytes
 from moestro.ops.gpu import INTERPRETER, Device
 from peers.graphs import captured
@@ -80,50 +80,50 @@ def test_what_does_not_run_or_is_hardly_faster_is_not_taken() -> None:
 
 def test_plans_are_kept_and_found_again(own_cache: Path) -> None:
     plan = replace(plan_for(PROBLEM), splits=3)
-    path = triton_tuned.store("Some GPU sm_90 x132", {PROBLEM: plan})
+    path = tuned.store("Some GPU sm_90 x132", {PROBLEM: plan})
     assert path == own_cache / "moestro" / "tuned" / "some-gpu-sm-90-x132.json"
     more = replace(PROBLEM, num_tokens=4096)
-    triton_tuned.store("Some GPU sm_90 x132", {more: plan_for(more)})
-    stored = triton_tuned._read(path)
+    tuned.store("Some GPU sm_90 x132", {more: plan_for(more)})
+    stored = tuned._read(path)
     for num_tokens, expected in ((512, plan), (400, plan), (768, plan), (4096, plan_for(more))):
-        found = triton_tuned.nearest(stored, replace(PROBLEM, num_tokens=num_tokens))
+        found = tuned.nearest(stored, replace(PROBLEM, num_tokens=num_tokens))
         assert replace(found, reason="") == replace(expected, reason="")
         assert f"T = {512 if num_tokens < 1000 else 4096}" in found.reason
     for unlike in (replace(PROBLEM, num_tokens=300), replace(PROBLEM, num_tokens=1024), replace(PROBLEM, top_k=4)):
-        assert triton_tuned.nearest(stored, unlike) is None
+        assert tuned.nearest(stored, unlike) is None
 
 
 def test_files_that_cannot_be_used_are_as_none(own_cache: Path) -> None:
-    path = triton_tuned.store("gpu", {PROBLEM: plan_for(PROBLEM)})
+    path = tuned.store("gpu", {PROBLEM: plan_for(PROBLEM)})
     good = json.loads(path.read_text())
     [[plan]] = [list(of.values()) for of in good["plans"].values()]
     for text in ("", "[]", "{", json.dumps({**good, "version": 0})):
         path.write_text(text)
-        assert triton_tuned._read(path) == {}
+        assert tuned._read(path) == {}
     del plan["splits"]
     path.write_text(json.dumps(good))
-    assert [*triton_tuned._read(path).values()] == [{}]
+    assert [*tuned._read(path).values()] == [{}]
     path.unlink()
-    assert triton_tuned._read(path) == {}
+    assert tuned._read(path) == {}
 
 
 def test_a_call_on_a_gpu_takes_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(plan_for(PROBLEM), splits=5)
     properties = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    triton_tuned.store(triton_tuned.device_name(torch.device("cuda")), {PROBLEM: plan})
-    assert triton_tuned.find(PROBLEM, torch.device("cuda")).splits == 5
-    assert triton_tuned.find(PROBLEM, torch.device("cpu")) is None
-    triton_tuned.store(triton_tuned.device_name(torch.device("cuda")), {PROBLEM: replace(plan, splits=2)})
-    assert triton_tuned.find(PROBLEM, torch.device("cuda")).splits == 2
-    triton_tuned.find.cache_clear()
+    tuned.store(tuned.device_name(torch.device("cuda")), {PROBLEM: plan})
+    assert tuned.find(PROBLEM, torch.device("cuda")).splits == 5
+    assert tuned.find(PROBLEM, torch.device("cpu")) is None
+    tuned.store(tuned.device_name(torch.device("cuda")), {PROBLEM: replace(plan, splits=2)})
+    assert tuned.find(PROBLEM, torch.device("cuda")).splits == 2
+    tuned.find.cache_clear()
 
 
 def test_only_what_chooses_by_itself_is_tuned(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(replace(tune_spec(), num_experts=4), torch.bfloat16, 4, triton_device)
     x, [routing] = tune.inputs(layer, 3, 1)
     kept = replace(plan_for(PROBLEM), reason="kept")
-    monkeypatch.setattr(triton_tuned, "find", lambda problem, device: kept)
+    monkeypatch.setattr(tuned, "find", lambda problem, device: kept)
     torch.use_deterministic_algorithms(False)
     assert triton.plan(x, routing, layer.weights, ("auto", None)) == kept
     assert triton.plan(x, routing, layer.weights, ("grouped", None)) != kept

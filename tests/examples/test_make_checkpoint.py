@@ -260,7 +260,7 @@ REFUSED = {
     "no layers": (mc.Request("gpt-oss-20b", layers=0), "1 to 24 layers"),
     "too many layers": (mc.Request("gpt-oss-20b", layers=25), "1 to 24 layers"),
     "dense layers only": (mc.Request("deepseek-v3", layers=3), "the first 3 have no experts"),
-    "fused, and fused already": (mc.Request("gpt-oss-20b", fused=True), "bfloat16 experts that lie apart"),
+    "fused, and fused already": (mc.Request("gpt-oss-20b", fused=True), "bfloat16 unstacked experts"),
     "fused in a format": (mc.Request("olmoe", fused=True, format="mxfp4"), "one of them"),
     "a dense format": (mc.Request("olmoe", format="bfloat16"), "a format with scales"),
     "a format in FP8": (mc.Request("deepseek-v3", format="mxfp4"), "everything but its experts in bfloat16"),

@@ -111,7 +111,7 @@ def test_a_configuration_asks_for_them_and_load_has_the_last_word(made):
     assert counted(model) > 0
     same = moestro.load(folder, config)
     assert counted(same) == counted(model)
-    assert [layer.layout for layer in served(same)] == ["int8, in memory, rows as int8"] * len(served(model))
+    assert [layer.layout for layer in served(same)] == ["int8, in memory, int8 inputs"] * len(served(model))
     other = moestro.load(folder, config, input_format="float", projections=False)
     assert counted(other) == 0
     assert {layer.layout for layer in served(other)} == {"int8, in memory"}

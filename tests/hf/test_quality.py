@@ -192,7 +192,7 @@ def test_rows_as_int8_are_the_variants_and_not_the_baselines(folder: Path, text:
     assert 0 < before.expert_error < after.expert_error < 5 * before.expert_error
     assert {row.stored.input_format for row in rounded.rows if row.stored} == {"int8"}
     assert all("weights that are integers" in str(row.reason) for row in rounded.rows if row.format == "bfloat16")
-    assert "rows as int8" in headline(rounded)[2]
+    assert "int8 inputs" in headline(rounded)[2]
 
 
 def test_which_variants() -> None:

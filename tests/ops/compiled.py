@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 fp8-e4m3-b128/fp8-e4m3    (rows rounded to 8-bit floats)
-    TRITON_INTERPRET=0 python -m ops.compiled sm_90 mxfp4+apart    (experts that lie apart)
+    TRITON_INTERPRET=0 python -m ops.compiled sm_90 mxfp4+apart    (unstacked experts)
 
 A driver that answers for a GPU stands in for the one that is missing; kernels are compiled by the very calls that
 launch them, and not run.

@@ -12,13 +12,11 @@ from functools import partial
 
 import torch
 
-from moestro.ops import gpu_checks, grouping
-from moestro.ops import topk
-from moestro.ops.grouping import triton as grouping_triton
-from moestro.routing import GroupLimit, Scoring
-from moestro.routing import triton as routing
+from moestro.ops import gpu_checks, topk
+from moestro.ops.grouping import triton as grouping
+from moestro.routing import GroupLimit, Scoring, route
 
-from .compiled import ARCHITECTURES, Compiled, compiling, device, measured
+from .compiled import ARCHITECTURES, Compiled, compiling, device, measured, taken_for_a_gpu
 
 ROUTERS = (
     ("softmax-renormalized", 128, 8, None),
@@ -34,7 +32,7 @@ ROUTERS = (
 def kernels(architecture: str) -> Iterator[tuple[str, Compiled]]:
     """What is compiled and with what it was called, for every shape and scoring here."""
     for called, call in calls():
-        with compiling(architecture) as found:
+        with compiling(architecture) as found, taken_for_a_gpu():
             call()
         for name, kernel in found.items():
             yield called, measured(name, kernel, architecture)
@@ -49,13 +47,12 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield name, partial(grouping.block_schedule, ids, num_experts, 64)
     for dtype, num_experts, k in ((torch.float32, 128, 8), (torch.bfloat16, 128, 8), (torch.float32, 4096, 64)):
         scores = torch.zeros(9, num_experts, dtype=dtype)
-        yield f"E={num_experts} K={k} {dtype}", partial(topk.topk, scores, k)
+        yield f"E={num_experts} K={k} {dtype}", partial(topk.run, scores, k)
     slots = torch.zeros(9, 8)
     yield "T=9 K=8", partial(gpu_checks.launch, slots.long(), slots, 128)
     for scoring, num_experts, k, groups in ROUTERS:
         logits, correction = torch.zeros(9, num_experts), None if groups is None else torch.zeros(num_experts)
-        limits = (1, 1, 1, 0.0) if groups is None else groups.sizes
-        yield f"{scoring} E={num_experts}", partial(routing.launch, logits, k, Scoring.of(scoring), correction, limits)
+        yield f"{scoring} E={num_experts}", partial(route, logits, k, scoring, correction, groups)
 
 
 def main(arguments: list[str]) -> None:

@@ -16,7 +16,6 @@ import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.formats import FORMATS
 from moestro.ops import native
-from moestro.ops.expert_mlp import cpu
 from moestro.ops.native import Isa
 from tolerances import assert_close, bit_equal
 
@@ -46,21 +45,26 @@ def run(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy:
 def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
     """`run` against the reference in float64, as close as float32 sums are; 16 bits are rounded to last.
 
-    Where rows of 16 bits become pairs of integers, they are nearly so.
+    Where rows of 16 bits become two rows of integers, they are nearly so.
     """
     wide = run(isa, x.float(), routing, weights, strategy)
     assert_close(wide, reference.expert_mlp(x.double(), routing, weights), torch.float32)
     y = wide if x.dtype == torch.float32 else run(isa, x, routing, weights, strategy)
-    if takes_pairs(isa, x, weights):
+    if takes_int8_residual(isa, x, weights):
         assert_close(y, wide, x.dtype)
     else:
         assert bit_equal(y, wide.to(x.dtype))
     return y
 
 
-def takes_pairs(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether rows of x become pairs of rows of 8-bit integers."""
-    return cpu.takes_pairs(f"cpu-{isa.name}", x, weights)
+def takes_int8_residual(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether rows of x that stand in no tile become two rows of 8-bit integers."""
+    elements = {weights.gate_up.format.element, weights.down.format.element}
+    columns = max(weights.hidden_size, weights.intermediate_size)
+    if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
+        return False
+    integers = elements <= set(native.INTEGERS)
+    return isa.multiplies_int8_residual and integers and columns <= native.LIMITS["most_int8_columns"]
 
 
 @functools.cache

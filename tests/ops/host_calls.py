@@ -21,7 +21,7 @@ from moestro import ExpertWeights, Routing
 from moestro.ops import expert_mlp, topk
 from moestro.ops.expert_mlp import library
 from moestro.ops.topk import plain
-from moestro.routing import Scoring
+from moestro.routing import route
 from moestro.routing import triton as routing_triton
 
 from .compiled import launching, taken_for_a_gpu
@@ -32,7 +32,7 @@ REPEATS, ROUNDS = 300, 15
 
 
 def calls(form: str, num_tokens: int, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """What is measured, by name; each computes the same at every call."""
+    """What is measured as a user calls it, by name; each computes the same at every call."""
     dense = ExpertWeights.from_dense(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16())
     weights = moved(dense.quantize(form.removesuffix("+apart")), device)
     if form.endswith("+apart"):
@@ -40,14 +40,14 @@ def calls(form: str, num_tokens: int, device: torch.device) -> dict[str, Callabl
     x = torch.randn(num_tokens, H, device=device).bfloat16()
     ids = torch.rand(num_tokens, E, device=device).argsort(1)[:, :K].contiguous()
     routing = Routing(ids, torch.rand(num_tokens, K, device=device))
-    logits, scoring = torch.randn(num_tokens, E, device=device), Scoring.of("softmax-renormalized")
+    logits = torch.randn(num_tokens, E, device=device)
     layout = f"{library.write_layout(weights.gate_up)}|{library.write_layout(weights.down)}"
     stored = list(weights.gate_up.tensors), list(weights.down.tensors), None, None
     node = (x, ids, routing.routing_weights, *stored, "output", weights.activation.code, layout, "auto")
     return {
         f"expert_mlp {form} T={num_tokens}": lambda: expert_mlp.run(x, routing, weights),
         f"node {form} T={num_tokens}": lambda: torch.ops.moestro.expert_mlp_on_device(*node),
-        f"route T={num_tokens}": lambda: routing_triton.route(logits, K, scoring, None, None),
+        f"route T={num_tokens}": lambda: route(logits, K),
         f"topk T={num_tokens}": lambda: topk.run(logits, K),
     }
 

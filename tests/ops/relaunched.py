@@ -1,4 +1,4 @@
-"""What launches of prepared calls hand the driver: the same at every call, and other addresses where tensors are others.
+"""What launches of prepared calls hand the driver: the same at every call, other addresses for other tensors.
 
     TRITON_INTERPRET=0 python -m ops.relaunched [bfloat16 int8/int8 mxfp4+apart ...]
 
@@ -202,6 +202,7 @@ def anew(form: str, num_tokens: int) -> None:
             handed_by(call, handed)
             assert is_kept(call), name
             before, held = call.owned(), call.storages()
+            handed.clear()  # which holds tensors
             change(call)
             assert not is_kept(call), name
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""Rows as int8: how far results may be apart where a value between the products lies next to a rounding boundary."""
+"""Int8 inputs: how far results may be apart where a value between the products lies next to a rounding boundary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTEGER_FORMATS = [name for name, form in FORMATS.items() if form.element in INT
 
 
 def rounded(weights: ExpertWeights) -> ExpertWeights:
-    """The same experts, with rows as int8."""
+    """The same experts, with int8 inputs."""
     return replace(weights, input_format="int8")
 
 

@@ -410,6 +410,7 @@ def test_blockwise_without_a_size_uses_the_measured_roof(monkeypatch):
     monkeypatch.setattr(plain.grouping, "run_blocks", lambda i, e, b: seen.append(b) or original(i, e, b))
     for balance, size in ((1.0, 16), (40.0, 128), (1e9, 1024)):
         monkeypatch.setattr(machine, "roof", lambda *a, b=balance: machine.Roof(1.0, b))
+        monkeypatch.setattr(dispatch, "_KEPT", {})  # a machine has one roof
         check(x, routing, weights, "blockwise")
         assert seen.pop() == size
 

@@ -244,7 +244,7 @@ def test_weights_stored_the_other_way_round_are_left_to_torch(isa):
     x, routing = torch.randn(5, 24), problems.routing(sizes)
     for turned in (True, False):
         weights = problems.weights(sizes, Activation(), torch.float32, transposed=turned)
-        if not turned:  # experts apart, one of them a view of every second row
+        if not turned:  # unstacked experts, one of them a view of every second row
             split = apart(weights)
             rows = split.down.matrices[1][0].data.repeat_interleave(2, 0)[::2]
             parts = [*split.down.matrices]

@@ -1,4 +1,4 @@
-"""Rows as fp8-e4m3: what the definition says, plain torch and Triton against it, and what has no such rows."""
+"""fp8-e4m3 inputs: what the definition says, plain torch and Triton against it, and what has no such rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import moestro
 from moestro import ExpertWeights, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import dequantize
-from moestro.tolerances import ROUNDED_ROWS, relative_error, too_far
+from moestro.tolerances import LOW_PRECISION_INPUT, relative_error, too_far
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close
 
@@ -59,12 +59,12 @@ def test_the_definition_is_the_product_of_what_was_rounded(name):
     values, scales = reference.round_rows_e4m3(x, columns)
     rounded = values.double() * scales.double().repeat_interleave(columns, 1)[:, : x.shape[1]]
     assert_close(reference.product(x.double(), weights.gate_up, 1, "fp8-e4m3").float(), (rounded @ matrix.T).float())
-    assert 0.005 < relative_error(rounded, x.double()) < ROUNDED_ROWS
+    assert 0.005 < relative_error(rounded, x.double()) < LOW_PRECISION_INPUT
 
 
 def close(actual: torch.Tensor, x, routing, weights: ExpertWeights) -> None:
     """Sums in another order may move a value between the products over the middle of two codes, a few in a thousand."""
-    found = too_far(actual.float(), reference.expert_mlp(x, routing, weights), ROUNDED_ROWS / 4)
+    found = too_far(actual.float(), reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
     assert found is None, found
 
 
@@ -87,7 +87,7 @@ def test_what_has_no_such_rows_says_so():
         replace(weights.quantize("bfloat16", input_format="float"), input_format="fp8-e4m3")
     with torch.no_grad():
         explained = moestro.explain(moestro.expert_mlp, x, routing, weights)
-    assert "8-bit floats" in explained.weights
+    assert "input format fp8-e4m3" in explained.weights
     reasons = {c.name: c.reason for c in explained.candidates}
     assert reasons["torch"] is None
     assert all(reason for name, reason in reasons.items() if name.startswith("cpu-"))
@@ -111,7 +111,7 @@ def device(triton_device: torch.device):
 def test_triton_rounds_rows_as_defined(device, name):
     to = "int8" if name == "int8" else "fp8-e4m3"
     columns = moestro.formats.FORMATS[name].scaling.columns
-    rounding = importlib.import_module("moestro.ops.expert_mlp.triton_rows").Rounding(to, 1100, columns)
+    rounding = importlib.import_module("moestro.ops.triton_rows").Rounding(to, 1100, columns)
     x = torch.randn(9, 1100) * torch.logspace(-30, 37, 9)[:, None]
     x[3] = 0.0
     x[4, 7], x[5, 1000], x[6, 3] = torch.inf, torch.nan, -torch.inf

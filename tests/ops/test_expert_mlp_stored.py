@@ -1,4 +1,4 @@
-"""The primitive over experts that are packed or lie apart, against the reference, in every format and strategy."""
+"""The primitive over experts that are packed or unstacked, against the reference, in every format and strategy."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_explain_says_how_experts_are_stored_and_read(implementation):
     with moestro.use(implementation=implementation):
         text = str(moestro.explain(moestro.expert_mlp, x, problems.routing(sizes), apart(weights)))
     reading = {"torch": "a panel of rows", "reference": "a whole expert"}[implementation]
-    stored = f"mxfp4 (matrices apart): {weights.bytes_per_expert:,} bytes an expert"
+    stored = f"mxfp4 (unstacked): {weights.bytes_per_expert:,} bytes an expert"
     assert f"  weights {stored}, dequantised {reading} at a time" in text
     plain_weights = dequantized(weights, torch.bfloat16)
     assert "dequantised" not in str(moestro.explain(moestro.expert_mlp, x, problems.routing(sizes), plain_weights))

@@ -1,4 +1,4 @@
-"""Gradients past experts that are packed or lie apart, and such experts in traced graphs."""
+"""Gradients past experts that are packed or unstacked, and such experts in traced graphs."""
 
 from __future__ import annotations
 

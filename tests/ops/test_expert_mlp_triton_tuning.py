@@ -126,14 +126,6 @@ def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
     return run.stdout.splitlines()
 
 
-def test_later_launches_hand_over_what_the_first_did():
-    lines = said("relaunch", "sm_90")
-    for kernel in ("gate_up_kernel", "down_kernel", "sum_slots_kernel"):
-        assert sum(line.startswith("relaunched bfloat16") and kernel in line for line in lines) == 8
-        assert sum(line.startswith("relaunched int8/int8") and kernel in line for line in lines) == 8
-        assert sum(line.startswith("relaunched mxfp4+apart") and kernel in line for line in lines) == 8
-
-
 def test_sizes_that_triton_specialises_on_compile():
     """Sizes of 1 and off 16, weights either way round: the interpreter runs what the compiler may refuse."""
     lines = said("edges", "sm_90")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moestro.formats import FORMATS, PackedTensor, dense, dequantize, quantize
-from moestro.ops.expert_mlp import triton, triton_bytes
-from moestro.ops.expert_mlp.triton_nibbles import ASSEMBLY
+from moestro.ops import triton_bytes
+from moestro.ops.expert_mlp import triton
+from moestro.ops.triton_nibbles import ASSEMBLY
 from tolerances import assert_close
 
 from . import ptx

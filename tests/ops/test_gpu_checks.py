@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moestro.ops import gpu, gpu_checks
+import moestro
+from moestro.ops import gpu, gpu_checks, topk
 from moestro.ops.topk import plain
-from moestro.ops.topk import triton as topk
-from moestro.routing import Scoring
-from moestro.routing import triton as routing
+from moestro.routing import Scoring, route, triton
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 pytestmark = pytest.mark.skipif(not gpu.interpreted(), reason="an assertion on the device ends its use")
@@ -66,10 +65,11 @@ def test_a_score_that_is_nan(dtype: torch.dtype, sign: float, monkeypatch: pytes
     monkeypatch.setattr(plain, "refuse_nan", lambda scores: None)
     scores = torch.randn(5, 33).to(dtype)
     scores[4, 32] = sign * torch.inf
-    topk.topk(scores, 2)
-    scores[4, 32] = torch.tensor(torch.nan).copysign(torch.tensor(sign))
-    with refused("scores must not be NaN"):
-        topk.topk(scores, 2)
+    with moestro.use(implementation="triton"):
+        topk.run(scores, 2)
+        scores[4, 32] = torch.tensor(torch.nan).copysign(torch.tensor(sign))
+        with refused("scores must not be NaN"):
+            topk.run(scores, 2)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,15 @@ def test_a_score_that_is_nan(dtype: torch.dtype, sign: float, monkeypatch: pytes
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_no_router_takes(logit: float, scoring: Scoring, bias: float, text: str | None) -> None:
+def test_what_no_router_takes(
+    logit: float, scoring: Scoring, bias: float, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_good", lambda *given: True)
     logits, correction = torch.randn(5, 9), torch.zeros(9)
     logits[4, 8], correction[8] = logit, bias
-    given = (logits, 2, scoring, correction, (1, 1, 1, 0.0))
-    if text is None:
-        routing.launch(*given)
-        return
-    with refused(text):
-        routing.launch(*given)
+    with moestro.use(implementation="triton"):
+        if text is None:
+            route(logits, 2, scoring, correction)
+            return
+        with refused(text):
+            route(logits, 2, scoring, correction)

@@ -79,11 +79,12 @@ def test_ids_out_of_range(bad):
         for call in (
             lambda ids=ids: moestro.group_by_expert(ids, 7),
             lambda ids=ids: moestro.block_schedule(ids, 7, 4),
-            lambda ids=ids: grouping.run(ids, 7),
-            lambda ids=ids: grouping.run_blocks(ids, 7, 4),
         ):
             with pytest.raises(InvalidInputError, match=rf"{bad}.*needs ids in -1\.\.6"):
                 call()
+        empty = ids.masked_fill((ids < 0) | (ids >= 7), -1)  # below the edge
+        same(grouping.run(ids, 7), plain.group_by_expert(empty, 7))
+        same(grouping.run_blocks(ids, 7, 4), plain.block_schedule(empty, 7, 4))
 
 
 class Other(torch.Tensor):

@@ -13,8 +13,7 @@ import torch
 
 import moestro
 from moestro import Activation
-from moestro.ops import native
-from moestro.ops.expert_mlp import cpu
+from moestro.ops import dispatch, native
 from moestro.ops.native import Isa
 from tolerances import bit_equal
 
@@ -62,17 +61,18 @@ def test_several_python_threads_at_once(isa):
 
     def repeat(i):
         torch.set_num_threads(2)
-        for _ in range(20):
-            if not bit_equal(calls[i](), expected[i]):
-                wrong.append(i)
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            for _ in range(20):
+                if not bit_equal(calls[i](), expected[i]):
+                    wrong.append(i)
 
     threads = [threading.Thread(target=repeat, args=(i,)) for i in range(len(calls))]
-    with moestro.use(implementation=f"cpu-{isa.name}"):  # the process's, so around all of them
+    with moestro.use(implementation=f"cpu-{isa.name}"):
         expected = [f() for f in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert wrong == []
 
 
@@ -91,6 +91,9 @@ def test_other_python_threads_go_on_meanwhile():
         def __init__(self, prepared):
             self.prepared = prepared
 
+        def __getattr__(self, name):
+            return getattr(self.prepared, name)
+
         def run(self, *args):
             before = steps[0]
             self.prepared.run(*args)
@@ -106,7 +109,7 @@ def test_other_python_threads_go_on_meanwhile():
     other = threading.Thread(target=step)
     try:
         native.module = Engine()
-        cpu._prepared.cache_clear()
+        dispatch._KEPT.clear()
         sys.setswitchinterval(1000.0)
         other.start()
         for _ in range(20):
@@ -115,7 +118,7 @@ def test_other_python_threads_go_on_meanwhile():
                 break
     finally:
         native.module = engine
-        cpu._prepared.cache_clear()
+        dispatch._KEPT.clear()
         sys.setswitchinterval(interval)
         stop.set()
         other.join()

@@ -9,8 +9,7 @@ import torch
 
 import moestro
 from moestro import Activation, Routing
-from moestro.ops import native
-from moestro.ops.expert_mlp import cpu
+from moestro.ops import dispatch, native
 
 from . import problems
 from .engines import TESTS, needs_engine, run, stored_weights
@@ -41,6 +40,9 @@ class Watched:
     def __init__(self, prepared):
         self.prepared = prepared
 
+    def __getattr__(self, name):
+        return getattr(self.prepared, name)
+
     def run(self, num_threads, num_tokens, x, stride, ids, weights, out):
         Watched.plans += self.prepared.plan(num_threads, num_tokens, ids)
         self.prepared.run(num_threads, num_tokens, x, stride, ids, weights, out)
@@ -61,7 +63,7 @@ class Engine:
 def planned(monkeypatch):
     """What was planned of all calls of a test: {(projection, kernel): units}."""
     Watched.plans = []
-    cpu._prepared.cache_clear()
+    dispatch._KEPT.clear()
     monkeypatch.setattr(native, "module", Engine(native.module))
 
     def found():
@@ -72,7 +74,7 @@ def planned(monkeypatch):
         return totals
 
     yield found
-    cpu._prepared.cache_clear()
+    dispatch._KEPT.clear()
 
 
 def weights_for(name, int8_input, are_unstacked):

@@ -80,7 +80,7 @@ def test_rows_that_lie_apart() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="an assertion on the device ends its use in this process")
 def test_nan_is_an_error_before_anything_is_ranked() -> None:
-    with moestro.use(implementation="triton"), pytest.raises(InvalidInputError, match="NaN in scores"):
+    with moestro.use(implementation="triton"), pytest.raises(InvalidInputError, match="NaN among scores"):
         moestro.topk(torch.tensor([[0.0, torch.nan]]), 1)
 
 
@@ -96,7 +96,9 @@ def test_values_are_differentiable(triton_device: torch.device) -> None:
 def test_what_it_leaves_to_others(triton_device: torch.device) -> None:
     row = torch.zeros(1, 1, device=triton_device)
     assert "float64" in str(triton.why_unsupported(row.double(), 1))
-    assert f"at most {tuning.MOST_EXPERTS} scores" in str(triton.why_unsupported(row.expand(1, tuning.MOST_EXPERTS + 1), 1))
+    assert f"at most {tuning.MOST_EXPERTS} scores" in str(
+        triton.why_unsupported(row.expand(1, tuning.MOST_EXPERTS + 1), 1)
+    )
     assert "one score after another" in str(triton.why_unsupported(row.expand(1, 100), tuning.MOST_TAKEN + 1))
     with pytest.raises(UnsupportedError, match="float64"):
         moestro.topk(row.double(), 1)

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moestro.formats import PackedTensor
-from moestro.ops.expert_mlp import triton_kernels, triton_weights
+from moestro.ops import triton_weights
+from moestro.ops.expert_mlp import triton_kernels
 from moestro.ops.expert_mlp.triton_kernels import product
 
 

@@ -30,7 +30,7 @@ def failures() -> tuple[type[Exception], ...]:
     return (*known, errors.TritonError)
 
 
-class Guarded:
+class FailureNoted:
     """A call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
 
     def __init__(self, call: Call, name: str, failed: dict[str, str]) -> None:

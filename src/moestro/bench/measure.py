@@ -21,7 +21,7 @@ from moestro.bench.peaks import settle
 from moestro.bench.peers import outside
 from moestro.bench.peers.variant import Bind, Variant
 from moestro.bench.point import Limits, Point, no_room, run_point
-from moestro.bench.records import BUDGET_SPENT, Place, Plan, Report, Row, dtype_name
+from moestro.bench.records import BUDGET_SPENT, Plan, PlanPoint, Report, Row, dtype_name
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 
@@ -62,7 +62,7 @@ def _unreached(report: Report, plan: Plan, reason: str) -> list[Row]:
         for spec in plan.layers
         for dtype in plan.dtypes
         for group in groups(plan, dtype)
-        for place in _places(group, spec, dtype)
+        for place in _plan_points(group, spec, dtype)
         for row in place.skipped(reason)
     ]
     return [row for row in rows if (row.layer, row.dtype, row.bits, row.num_tokens) not in reached]
@@ -146,12 +146,12 @@ def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, parts: list[P
                 _run_group(stage, replace(layer, quantized={}), group)
             return
     stage.budget.drop(len(parts) * len(parts[0].tokens))
-    places = [place for group in parts for place in _places(group, spec, dtype)]
+    places = [place for group in parts for place in _plan_points(group, spec, dtype)]
     stage.report.rows += [row for place in places for row in place.skipped(reason)]
 
 
-def _places(group: Plan, spec: LayerSpec, dtype: torch.dtype) -> list[Place]:
-    return [Place(spec, dtype, num_tokens, group.ours, group.peers) for num_tokens in group.tokens]
+def _plan_points(group: Plan, spec: LayerSpec, dtype: torch.dtype) -> list[PlanPoint]:
+    return [PlanPoint(spec, dtype, num_tokens, group.ours, group.peers) for num_tokens in group.tokens]
 
 
 def _run_group(stage: _Stage, layer: Layer, group: Plan) -> None:
@@ -160,7 +160,7 @@ def _run_group(stage: _Stage, layer: Layer, group: Plan) -> None:
     limits = Limits(stage.report.roofs[dtype_name(layer.dtype)], stage.report.peaks)
     bound, refused = _prepared(layer, (*group.ours, *group.peers))
     formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in group.ours))
-    for place in _places(group, layer.spec, layer.dtype):
+    for place in _plan_points(group, layer.spec, layer.dtype):
         what = [layer.spec.name, dtype_name(layer.dtype), formats, f"T={place.num_tokens}"]
         stage.on_point(" ".join(dict.fromkeys(what)))
         share = stage.budget.share(len(place.variants), group.seconds)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moestro import machine
-from moestro.bench.failures import Guarded, check_device, failures, sentence
+from moestro.bench.failures import FailureNoted, check_device, failures, sentence
 from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, expected_output, flops, inputs
 from moestro.bench.peers.variant import DENSE, Bind, Variant
-from moestro.bench.records import Place, Row, Status
+from moestro.bench.records import PlanPoint, Row, Status
 from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
 from moestro.machine import Roof
 from moestro.tolerances import disagreement, relative_error, too_far
@@ -21,7 +21,7 @@ from moestro.types import Routing
 CALL_LIMIT_SECONDS = 30.0
 """A variant whose single call would take longer at the machine's roof is skipped."""
 
-FEW_TOKENS = 16
+SMALL_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def no_room(variant: Variant, layer: Layer) -> str | None:
 class Point:
     """One layer, dtype, number of bits and of tokens: its inputs, and the truth about some of them."""
 
-    def __init__(self, layer: Layer, place: Place, limits: Limits) -> None:
+    def __init__(self, layer: Layer, place: PlanPoint, limits: Limits) -> None:
         self.layer, self.place, self.num_tokens = layer, place, place.num_tokens
         self.roof, self.peaks = limits.roof, limits.peaks
         num_tokens = place.num_tokens
-        few = num_tokens <= FEW_TOKENS
+        few = num_tokens <= SMALL_BATCH
         self.x, self.routings = inputs(layer, num_tokens, count=16 if few else 4)
         # Few tokens touch few experts, so two inputs are checked; many tokens touch most of them in one.
         self.checked = self.routings[:: max(len(self.routings) - 1, 1)] if few else self.routings[:1]
@@ -170,10 +170,10 @@ def run_point(point: Point, bound: dict[str, Bind], refused: dict[str, str], sec
 def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Times of those that did not fail, and why the others did, the first of them first."""
     failed: dict[str, str] = {}
-    calls: dict[str, list[Guarded]] = {}
+    calls: dict[str, list[FailureNoted]] = {}
     for name, bind in bound.items():
         try:
-            calls[name] = [Guarded(bind(point.x, routing), name, failed) for routing in point.routings]
+            calls[name] = [FailureNoted(bind(point.x, routing), name, failed) for routing in point.routings]
         except failures() as error:
             failed[name] = sentence(error)
             check_device(point.layer.device, name, failed[name])

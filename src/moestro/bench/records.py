@@ -125,7 +125,7 @@ class Row:
     ratios: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def skipped(cls, place: Place, variant: Variant, reason: str | None) -> Row:
+    def skipped(cls, place: PlanPoint, variant: Variant, reason: str | None) -> Row:
         """Of a variant that was not run at a point."""
         spec, dtype = place.spec, place.dtype
         return cls(
@@ -149,7 +149,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlanPoint:
     """Which point of a plan: layer, dtype and tokens, with the variants of moestro and of others that meet there."""
 
     spec: LayerSpec

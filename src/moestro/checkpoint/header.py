@@ -23,7 +23,7 @@ import torch
 from moestro.errors import InvalidInputError, MoestroError, invalid_input, unsupported
 
 OPEN = "open_checkpoint"
-AGAIN = "Download or save the file again."
+DOWNLOAD_AGAIN = "Download or save the file again."
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
 
@@ -118,7 +118,7 @@ def shown(name: str) -> str:
     return repr(name) if len(name) <= 200 else f"{name[:200]!r}... ({len(name)} characters)"
 
 
-def damaged(file: Path, got: str, needs: str, fix: str = AGAIN) -> InvalidInputError:
+def damaged(file: Path, got: str, needs: str, fix: str = DOWNLOAD_AGAIN) -> InvalidInputError:
     """The error for a file that is not what it should be."""
     return invalid_input(OPEN, got=f"{file}: {got}", needs=needs, fix=fix)
 

@@ -136,7 +136,7 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
     start = time.perf_counter()
     job = replace(job, destination=followed(job.destination))
     outputs = plan_outputs(job.checkpoint, job.experts, job.scheme, job.shard_bytes)
-    _check_place(job)
+    _check_destination(job)
     config = _config(job)
     record = _record(job, outputs, config)
     if is_complete(job.destination, record):
@@ -152,7 +152,7 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
     return _report(job, outputs, resumed, start)
 
 
-def _check_place(job: Job) -> None:
+def _check_destination(job: Job) -> None:
     source, destination = job.folder.resolve(), job.destination.resolve()
     for inner, outer, how in ((destination, source, "in"), (source, destination, "around")):
         if inner == outer or inner.is_relative_to(outer):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moestro.checkpoint.checksums import Progress, compare, compare_names, digests, missing_file, read_checksums
 from moestro.checkpoint.header import (
-    AGAIN,
+    DOWNLOAD_AGAIN,
     MAX_HEADER_BYTES,
     OPEN,
     Entry,
@@ -306,4 +306,4 @@ def _compare_index(path: Path, weight_map: Mapping[str, str], entries: Mapping[s
     if unlisted := entries.keys() - weight_map.keys():
         entry = entries[min(unlisted)]
         got = f"no tensor {shown(entry.name)}, which is in {entry.file.name} ({len(unlisted)} such)"
-        raise damaged(path, got, "every tensor of its files", f"{AGAIN[:-1]}, or write its index anew.")
+        raise damaged(path, got, "every tensor of its files", f"{DOWNLOAD_AGAIN[:-1]}, or write its index anew.")

@@ -44,10 +44,10 @@ def run(command: Callable[[], Any]) -> int:
     are replaced.
     """
     try:
-        sys.stderr = _guarded(sys.stderr) if sys.stderr is not None else io.StringIO()
+        sys.stderr = _checked_stream(sys.stderr) if sys.stderr is not None else io.StringIO()
         if sys.stdout is None:
             return _refuse("a closed standard output")
-        sys.stdout = _guarded(sys.stdout)
+        sys.stdout = _checked_stream(sys.stdout)
         code = _code(command)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -58,7 +58,7 @@ def run(command: Callable[[], Any]) -> int:
         return INTERRUPTED
 
 
-def _guarded(stream: Any) -> Any:
+def _checked_stream(stream: Any) -> Any:
     if type(stream) is not io.TextIOWrapper:
         return stream
     encoding, lines = stream.encoding, stream.line_buffering

@@ -197,7 +197,7 @@ def _checked(
 
 @dataclass(frozen=True, eq=False)
 class SplitTensor:
-    """Experts whose matrices lie apart, as checkpoints with one tensor a projection store them.
+    """Unstacked experts, as checkpoints with one tensor a projection store them.
 
     Attributes:
         matrices: for each expert, the matrices whose rows, one after the other, are its [N, K]: one for down, gate and

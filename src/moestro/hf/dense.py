@@ -46,7 +46,7 @@ def check_choice(projections: Any, operation: str) -> None:
 
 def check_projections(model: nn.Module, operation: str) -> None:
     """Refuse a model of which `serve_projections` could serve nothing."""
-    if any(_fits(module) for module in model.modules()):
+    if any(_is_servable(module) for module in model.modules()):
         return
     dtypes = sorted({str(m.weight.dtype).removeprefix("torch.") for m in model.modules() if type(m) is nn.Linear})
     found = ", ".join(dtypes) or "other classes"
@@ -64,7 +64,7 @@ def serve_projections(model: nn.Module) -> None:
     Quantised linear modules, those of other classes and those of float32 stay as they are.
     """
     for module in model.modules():
-        if _fits(module):
+        if _is_servable(module):
             module.__class__ = Projection
 
 
@@ -73,5 +73,5 @@ def served_projections(model: nn.Module) -> dict[str, Projection]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
 
 
-def _fits(module: nn.Module) -> bool:
+def _is_servable(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Projection) and module.weight.dtype in _SERVED

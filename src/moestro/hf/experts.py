@@ -161,7 +161,7 @@ def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
     if torch.compiler.is_compiling() or (flags.transposed and torch.is_grad_enabled()):
         return _make(gate_up, down, biases, plan, norm)  # views are to be recorded with each call
     tensors, known = (gate_up, down, *biases), module.__dict__.get(_BUILT)
-    if known is None or not known.stands(tensors) or not _is_of(known.weights, gate_up, down, plan, norm):
+    if known is None or not known.is_current(tensors) or not _is_of(known.weights, gate_up, down, plan, norm):
         known = module.__dict__[_BUILT] = Built(_make(gate_up, down, biases, plan, norm), tensors)
     weights: ExpertWeights = known.weights
     return weights

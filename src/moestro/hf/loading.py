@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from moestro.checkpoint import open_checkpoint
 from moestro.checkpoint.scheme import METHOD
 from moestro.errors import invalid_input
-from moestro.hf.places import explained, find_device, find_model, fitting, read_config
+from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.quantization import MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
 from moestro.types import InputFormat

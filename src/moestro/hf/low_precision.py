@@ -96,8 +96,8 @@ def settle_mxfp4(module: Any, plan: Plan) -> Plan:
     own = module.experts
     for name in _MXFP4:
         config = getattr(own, f"{name}_precision_config")
-        setattr(own, name, Turned.of(getattr(own, name)))
-        config.weight_scale = Turned.of(config.weight_scale)
+        setattr(own, name, Transposed.of(getattr(own, name)))
+        config.weight_scale = Transposed.of(config.weight_scale)
     return remember(module, plan)
 
 
@@ -121,7 +121,7 @@ def _mxfp4(own: Any, name: str) -> PackedTensor:
 
 
 @dataclass
-class Turned:
+class Transposed:
     """A packed tensor [E, N, .] in the published layout, for whoever asks it as the kernels' tensors are asked.
 
     Transformers saves ``storage.layout.unswizzle_data(storage.data)`` of such a tensor, which it expects [E, ., N].
@@ -130,17 +130,17 @@ class Turned:
     published: Tensor
 
     @classmethod
-    def of(cls, packed: Any) -> Turned:
+    def of(cls, packed: Any) -> Transposed:
         """From a tensor in the kernels' layout, which says itself how to turn it back."""
         storage = packed.storage
         return cls(storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous())
 
     @property
-    def storage(self) -> Turned:
+    def storage(self) -> Transposed:
         return self
 
     @property
-    def layout(self) -> Turned:
+    def layout(self) -> Transposed:
         return self
 
     @property

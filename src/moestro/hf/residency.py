@@ -29,7 +29,7 @@ class Residency:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._limit = int(SHARE * memory_bytes() / os.sysconf("SC_PAGE_SIZE")) if _known() else None
+        self._limit = int(SHARE * memory_bytes() / os.sysconf("SC_PAGE_SIZE")) if _is_measurable() else None
         self._last: Mapping[str, Tensor] = {}
 
     def turn_to(self, tensors: Mapping[str, Tensor]) -> None:
@@ -42,7 +42,7 @@ class Residency:
                 self._checkpoint.release(name)
 
 
-def _known() -> bool:
+def _is_measurable() -> bool:
     return os.path.exists(_STATM)
 
 

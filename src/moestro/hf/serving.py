@@ -60,7 +60,7 @@ class Served:
         family: "experts interface", or the family whose adapter serves it.
         activation: the function between the matmuls ("custom" when it runs the module's own code).
         layout: "K-contiguous", or "strided (reason)"; of stored experts "FORMAT, memory-mapped" or "FORMAT, in memory",
-            with ", rows as int8" where integers are multiplied.
+            with ", int8 inputs" where integers are multiplied.
         strategy: the strategy it was asked for.
         stored: whether its experts are kept as a checkpoint stores them, and not as parameters.
     """
@@ -137,7 +137,7 @@ def _stores_for(found: list[Found], input_format: InputFormat | None) -> list[Ex
             check_input_format(input_format, (), "accelerate")
             raise unsupported(
                 "accelerate",
-                got=f"rows as int8 for {layer.path or 'the model'}, whose experts are parameters",
+                got=f"int8 inputs for {layer.path or 'the model'}, whose experts are parameters",
                 needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
                 fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
             )

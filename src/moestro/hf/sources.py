@@ -22,8 +22,8 @@ from moestro.checkpoint.scheme import METHOD, check_keys
 from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS, WeightFormat, dequantize, find_format
 from moestro.formats.dense import DENSE_FORMATS
+from moestro.hf.models import explained, read_config
 from moestro.hf.names import NameMap
-from moestro.hf.places import explained, read_config
 from moestro.hf.projections import Projection, Projections
 from moestro.hf.serving import Found, find
 from moestro.hf.store import SUFFIXES, Part, Recipe, Stored
@@ -247,20 +247,20 @@ def find_scaled(model: Any, checkpoint: Checkpoint, quantization: Quantization, 
     return found
 
 
-def check_rest(model: Any, checkpoint: Checkpoint, names: NameMap, known: Sequence[str]) -> None:
+def check_rest(model: Any, checkpoint: Checkpoint, names: NameMap, checked: Sequence[str]) -> None:
     """Check the weights that Transformers will read, from the headers of the files.
 
     Args:
         model: made of empty parameters.
         checkpoint: the files.
         names: of the same model and files.
-        known: names of weights that have been checked.
+        checked: names of weights that have been checked.
 
     Raises:
         InvalidInputError: one is missing, or of another shape or kind of number than the model's.
     """
     tied = model.all_tied_weights_keys
-    optional = {*known, *tied.keys(), *tied.values()}
+    optional = {*checked, *tied.keys(), *tied.values()}
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     reader = _Reader(checkpoint, names, Quantization())
     for name, tensor in model.state_dict().items():
@@ -280,7 +280,7 @@ class _Reader:
     quantization: Quantization
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def _stored_keys(self) -> frozenset[str]:
         return frozenset(self.checkpoint.names)
 
     @property
@@ -381,7 +381,7 @@ class _Reader:
 
     def _beside(self, wanted: str, key: str) -> str:
         """The key of a tensor that `key` cannot be read without."""
-        if wanted not in self._known:
+        if wanted not in self._stored_keys:
             raise self._error(key, f"it without its {wanted}", "both: one holds the values, the other their scales")
         return wanted
 
@@ -427,7 +427,7 @@ class _Reader:
                 raise self._error(key, f"a tensor of {value}", f"{usual}, as {first} has it")
 
     def _error(self, key: str, got: str, needs: str) -> MoestroError:
-        where = f"in {self.checkpoint.entry(key).file}" if key in self._known else f"missing from {self._folder}"
+        where = f"in {self.checkpoint.entry(key).file}" if key in self._stored_keys else f"missing from {self._folder}"
         return invalid_input(OPERATION, got=f"{key} {where}: {got}", needs=needs, fix=_AS_SAVED)
 
 

@@ -194,15 +194,15 @@ class ExpertStore(nn.Module):
     @property
     def layout(self) -> str:
         """The format, whether the tensors are views of files, and that of rows where it is not float."""
-        rows = "" if self.input_format == "float" else f", rows as {self.input_format}"
+        rows = "" if self.input_format == "float" else f", {self.input_format} inputs"
         return f"{self.format}, {'memory-mapped' if self.stored.mapped else 'in memory'}{rows}"
 
     def set_input_format(self, input_format: InputFormat, operation: str) -> None:
         """Have rows of tokens meet the experts in this format from now on.
 
         Raises:
-            InvalidInputError: not a row format.
-            UnsupportedError: rows as int8 and experts that are no integers.
+            InvalidInputError: not an input format.
+            UnsupportedError: int8 inputs and experts that are no integers.
         """
         check_input_format(input_format, (self.gate_up.format, self.down.format), operation)
         self.input_format, self._weights = input_format, None

@@ -1,8 +1,8 @@
 """The one way in: each operation has a priority list of implementations, and the first that can be prepared runs.
 
-A `Prepared` says what will run and how, and can be called. It is kept under a key of the call: everything that the
-choice depends on but the addresses of tensors. Of tensors whose addresses it has taken, `Operation.tensors`, it also
-keeps how they lay, and is made anew where one of them has moved, or has another dtype, shape or strides.
+A `Prepared` says what will run and how, and can be called. It is kept under a call key: everything that the choice
+depends on but the addresses of tensors. Of the tensors whose addresses it has taken the layout key is kept beside it,
+and it is made anew where one of them has moved, or has another dtype, shape or strides.
 """
 
 from __future__ import annotations
@@ -101,12 +101,9 @@ class Candidate:
     reason: str | None
 
 
-def _no_key(*arguments: Any) -> Hashable:
-    return None
-
-
-def _no_tensors(*arguments: Any) -> Sequence[Tensor]:
-    return ()
+Looked = tuple[Hashable, Sequence[Tensor]]
+"""Of arguments: a key of everything but addresses that decides how they are computed, and the tensors whose addresses a
+`Prepared` may have taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,19 +113,16 @@ class Operation:
     Attributes:
         name: what explanations and errors call it.
         implementations: the priority list.
-        call_key: of its arguments, everything but addresses that decides how they are computed; None where nothing
-            may be kept.
-        tensors: of its arguments, those whose addresses a `Prepared` may have taken.
-        routed: of its arguments, the indices of `tensors` that a call reads which reads routed experts only, or None.
-        owner: of its arguments, the value without which nothing of a call is kept, or None.
+        look: what is looked at of its arguments; None where nothing may be kept. What is kept goes when the first of
+            its tensors goes.
+        routed: of its arguments, the indices of `look`'s tensors that a call of routed experts only reads; None for
+            all of them.
     """
 
     name: str
     implementations: tuple[Implementation, ...]
-    call_key: Callable[..., Hashable | None] = _no_key
-    tensors: Callable[..., Sequence[Tensor]] = _no_tensors
+    look: Callable[..., Looked | None] = lambda *arguments: None
     routed: Callable[..., Sequence[int] | None] = lambda *arguments: None
-    owner: Callable[..., Any] = lambda *arguments: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +151,22 @@ def operations() -> list[Operation]:
 
 
 def run(operation: Operation, *arguments: Any) -> Any:
+    """`call`, or the first implementation that can where a tracer follows: nothing is kept or observed of that.
+
+    Raises:
+        UnsupportedError: as `prepare`.
+    """
+    if torch.compiler.is_compiling():
+        return _first(operation, arguments).compute(*arguments)
+    return call(operation, *arguments)
+
+
+def call(operation: Operation, *arguments: Any) -> Any:
     """Compute by the prepared call, and tell observers.
 
     Raises:
         UnsupportedError: as `prepare`.
     """
-    if torch.compiler.is_compiling():  # nothing is kept or observed of what a tracer follows
-        return _first(operation, arguments).compute(*arguments)
     prepared = prepare(operation, *arguments)
     result = prepared.compute(*arguments)
     if _OBSERVERS.get():
@@ -177,15 +180,15 @@ def prepare(operation: Operation, *arguments: Any) -> Prepared:
     Raises:
         UnsupportedError: the forced name does not exist or cannot run the arguments, or nothing can.
     """
-    key = operation.call_key(*arguments)
-    if key is None:
+    looked = operation.look(*arguments)
+    if looked is None:
         return _first(operation, arguments)
-    tensors = operation.tensors(*arguments)
+    key, tensors = looked
     kept = _KEPT.get(key)
     if kept is not None and _is_current(kept, tensors, operation, arguments):
         return kept.prepared
     prepared = _first(operation, arguments)
-    _keep(key, prepared, layout_key(tensors, len(tensors) > MANY), operation.owner(*arguments))
+    _keep(key, prepared, tensors)
     return prepared
 
 
@@ -194,15 +197,15 @@ def _is_current(kept: _Kept, tensors: Sequence[Tensor], operation: Operation, ar
     read, brief = operation.routed(*arguments) if kept.prepared.routed_only else None, len(tensors) > MANY
     if read is None:
         return kept.layout == layout_key(tensors, brief)
-    return [kept.layout[i] for i in read] == layout_key([tensors[i] for i in read], brief)
+    now = layout_key([tensors[i] for i in read], brief)
+    return all([before[i] for i in read] == own for before, own in zip(kept.layout, now, strict=True))
 
 
-def _keep(key: Hashable, prepared: Prepared, layout: list[Any], owner: Any) -> None:
+def _keep(key: Hashable, prepared: Prepared, tensors: Sequence[Tensor]) -> None:
     while len(_KEPT) >= MOST_KEPT:
         _KEPT.pop(next(iter(_KEPT)), None)
-    drop = functools.partial(_drop, key)
-    reference = None if owner is None else weakref.ref(owner, drop)
-    _KEPT[key] = _Kept(prepared, layout, reference)
+    owner = weakref.ref(tensors[0], functools.partial(_drop, key)) if tensors else None
+    _KEPT[key] = _Kept(prepared, layout_key(tensors, len(tensors) > MANY), owner)
 
 
 def _drop(key: Hashable, owner: weakref.ref[Any], prepared: dict[Hashable, _Kept] = _KEPT) -> None:

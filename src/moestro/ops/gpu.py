@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -226,6 +227,12 @@ def kept(kernel: Any, values: Values, resources: Values, given: tuple[Hashable, 
 def aligned(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """What Triton looks for in tensors: their dtypes, and whether they lie at multiples of 16 bytes."""
     return tuple([None if t is None else (t.dtype, t.data_ptr() % ALIGNED == 0) for t in tensors])
+
+
+def alignment(*tensors: Tensor) -> Hashable:
+    """Which of the tensors lie at multiples of 16 bytes, for a call key that holds their dtypes."""
+    addresses = [t.data_ptr() for t in tensors]
+    return functools.reduce(operator.or_, addresses) % ALIGNED == 0 or tuple([a % ALIGNED == 0 for a in addresses])
 
 
 def device_of(tensor: Tensor) -> Device:

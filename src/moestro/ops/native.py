@@ -146,7 +146,7 @@ def unreadable(tensor: Tensor) -> str | None:
     return no_memory(tensor)
 
 
-def fits(expert_ids: Tensor, routing_weights: Tensor | None, num_experts: int) -> bool:
+def ids_and_weights_fit(expert_ids: Tensor, routing_weights: Tensor | None, num_experts: int) -> bool:
     """Whether the engine found every id in -1..num_experts-1 and, where given, every weight that counts finite.
 
     False also where it cannot look; what then looks at the values says what is wrong, if anything is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+_KINDS = frozenset(_ORDINARY)
+_facts = attrgetter("dtype", "shape", "device")
 _CPU = torch.device("cpu")
+_LAYOUT = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype", "shape"), Tensor.is_neg)
 
-WATCHED = "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
+INTERCEPTED = "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
 TRACED = "a graph that is traced is to see every operation"
 NOT_ORDINARY = "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
 GRADIENT = "it computes no gradients, and a tensor requires one"
@@ -25,7 +29,7 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in _ORDINARY and not tensor.is_neg()
 
 
-def is_watched() -> bool:
+def is_intercepted() -> bool:
     """Whether somebody is to see every operation, and so must not be handed results of none."""
     return (
         torch._C._get_tracing_state() is not None
@@ -52,7 +56,7 @@ def no_memory(*tensors: Tensor) -> str | None:
         return TRACED
     if not all(map(is_ordinary, tensors)):
         return NOT_ORDINARY
-    return WATCHED if is_watched() else None
+    return INTERCEPTED if is_intercepted() else None
 
 
 def no_extent(*tensors: Tensor) -> str | None:
@@ -77,17 +81,12 @@ def rows(matrix: Tensor) -> Tensor:
 
 def call_key(*tensors: Tensor) -> tuple[Any, ...] | None:
     """All of the tensors but their addresses that decides how a call is computed; None where no call is like it."""
-    for t in tensors:
-        if type(t) not in _ORDINARY:
-            return None
-    if is_watched() or forward_ad._current_level >= 0 or torch.compiler.is_compiling():
+    if not _KINDS.issuperset(map(type, tensors)) or is_intercepted() or forward_ad._current_level >= 0:
         return None
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return recorded, *[(t.dtype, t.shape, t.stride(), t.device, t.is_neg()) for t in tensors]
+    return recorded, *map(_facts, tensors), *map(Tensor.stride, tensors), *map(Tensor.is_neg, tensors)
 
 
-def layout_key(tensors: Sequence[Tensor], brief: bool = False) -> list[Any]:
+def layout_key(tensors: Sequence[Tensor], brief: bool = False) -> list[list[Any]]:
     """Where and how tensors lie: what `.to()`, `.data =`, `resize_` and the like change; where brief, where."""
-    if brief:
-        return list(map(Tensor.data_ptr, tensors))
-    return [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_neg()) for t in tensors]
+    return [list(map(fact, tensors)) for fact in (_LAYOUT[:1] if brief else _LAYOUT)]

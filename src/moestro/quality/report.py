@@ -213,7 +213,7 @@ def headline(report: QualityReport) -> list[str]:
 
 
 def _computed(stored: Stored) -> str:
-    return stored.dtype if stored.input_format == "float" else f"{stored.dtype}, rows as {stored.input_format}"
+    return stored.dtype if stored.input_format == "float" else f"{stored.dtype}, {stored.input_format} inputs"
 
 
 def _count(number: int, noun: str) -> str:

@@ -34,7 +34,7 @@ def merge_experts(weights: ExpertWeights, threshold: float = 0.0) -> tuple[Exper
 
     Raises:
         InvalidInputError: the threshold is out of range.
-        UnsupportedError: the weights are quantised, or the experts' matrices lie apart.
+        UnsupportedError: the weights are quantised, or the experts are unstacked.
     """
     if not 0 <= threshold < 1:
         raise invalid_input(

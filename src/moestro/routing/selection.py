@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,7 @@ def route(
     _check_sizes(logits, top_k, scoring, correction, groups)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     routing: Routing = dispatch.run(ROUTE, logits, top_k, scoring, correction, groups)
-    return routing.fits(logits.shape[-1])  # by construction
+    return routing.mark_checked(logits.shape[-1])  # by construction
 
 
 def _plain(
@@ -102,7 +101,7 @@ def weigh(logits: Tensor, expert_ids: Tensor, scoring: str | Scoring = "softmax-
     empty = expert_ids == EMPTY
     ids = expert_ids.long().masked_fill(empty, 0)
     ranked = score(z, scoring) if scoring.select_on == "scores" else z
-    return _weighted(z, ranked, ids, empty, scoring).fits(logits.shape[-1])
+    return _weighted(z, ranked, ids, empty, scoring).mark_checked(logits.shape[-1])
 
 
 def _weighted(z: Tensor, ranked: Tensor, ids: Tensor, empty: Tensor | None, scoring: Scoring) -> Routing:
@@ -196,17 +195,18 @@ def check_values(logits: Tensor, scoring: Scoring) -> Tensor | None:
     return logits == -torch.inf if low == -torch.inf else None
 
 
-def _call_key(
+def _look(
     logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
-) -> Hashable:
+) -> dispatch.Looked | None:
     given = (logits,) if correction is None else (logits, correction)
     tensors = call_key(*given)
     if tensors is None:
         return None
-    aligned = logits.is_cpu or gpu.aligned(*given)
+    aligned = logits.is_cpu or gpu.alignment(*given)
     # Numbers of values that the prepared call keeps alive, so that nothing else has them.
     values = id(scoring), id(groups)
-    return "route", settings.current().implementation, torch.get_num_threads(), top_k, values, aligned, tensors
+    where = settings.current().implementation, torch.get_num_threads()
+    return ("route", where, top_k, values, aligned, tensors), ()
 
 
 def _prepare_plain(name: str, *arguments: Any) -> dispatch.Prepared:
@@ -225,6 +225,6 @@ ROUTE = dispatch.register(
                 for name in ("torch", "branchless", "reference")
             ),
         ),
-        _call_key,
+        _look,
     )
 )

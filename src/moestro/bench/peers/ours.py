@@ -18,7 +18,7 @@ from moestro.errors import InvalidInputError, invalid_input
 from moestro.experts import Experts
 from moestro.formats import check_shape, find_format
 from moestro.ops.expert_mlp.tuning import parse_strategy
-from moestro.tolerances import ROUNDED_ROWS
+from moestro.tolerances import LOW_PRECISION_INPUT
 from moestro.types import InputFormat, Routing
 from moestro.weights import check_input_format
 
@@ -50,7 +50,7 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     format = found.name
     if rows not in ("", *ROUNDED):
         raise invalid_input(
-            "bench layer", got=f"rows as {rows!r}", needs="int8, fp8-e4m3, or nothing", fix=f'Try "{format}".'
+            "bench layer", got=f"inputs as {rows!r}", needs="int8, fp8-e4m3, or nothing", fix=f'Try "{format}".'
         )
     if found.is_dense:
         raise invalid_input(
@@ -64,7 +64,7 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     if rows:
         input_format = ROUNDED[rows]
         check_input_format(input_format, (found,), "bench layer")
-        numbers = replace(numbers, bound=ROUNDED_ROWS, products=input_format)
+        numbers = replace(numbers, bound=LOW_PRECISION_INPUT, products=input_format)
     prepare = partial(_prepare_experts, strategy, format, input_format)
     return Variant(name, partial(_refuses, format), prepare, own_cost, numbers=numbers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -13,6 +13,7 @@ from moestro import settings
 from moestro.errors import invalid_input
 from moestro.ops import dispatch, gpu, gpu_checks, native
 from moestro.ops.expert_mlp import cpu, plain, reference, triton
+from moestro.ops.inputs import check_call
 from moestro.ops.tensors import call_key
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -41,19 +42,22 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
     Raises:
         InvalidInputError: shapes, devices, dtypes, ids or weights do not fit; an unknown strategy.
         UnsupportedError: no implementation, or not the forced one, can run these arguments: an unknown format, packed
-            weights that require a gradient, a gradient of anything with rows as int8, meta tensors.
+            weights that require a gradient, a gradient of anything with int8 inputs, meta tensors.
     """
-    if not torch.compiler.is_compiling():
-        check_arguments(x, routing, weights)
+    if torch.compiler.is_compiling():
+        check_values(routing, weights.num_experts)
+        return library.traced(x, routing, weights, strategy)
+    check_arguments(x, routing, weights)
     check_values(routing, weights.num_experts)
-    return run(x, routing, weights, strategy)
+    y: Tensor = dispatch.call(EXPERT_MLP, x, routing, weights, strategy)
+    return y
 
 
 def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
     """`expert_mlp` below the public edge: an id outside 0..E-1 is an empty slot; no value is looked at."""
     if torch.compiler.is_compiling():
         return library.traced(x, routing, weights, strategy)
-    y: Tensor = dispatch.run(EXPERT_MLP, x, routing, weights, strategy)
+    y: Tensor = dispatch.call(EXPERT_MLP, x, routing, weights, strategy)
     return y
 
 
@@ -62,14 +66,15 @@ def check_values(routing: Routing, num_experts: int) -> None:
     if routing.checked_for is not None and routing.checked_for <= num_experts:
         return
     values = routing.expert_ids, routing.routing_weights, num_experts
-    if native.fits(*values) or gpu_checks.check(*values):
-        routing.fits(num_experts)
+    if native.ids_and_weights_fit(*values) or gpu_checks.check(*values):
+        routing.mark_checked(num_experts)
     else:
         routing.check(num_experts, "expert_mlp")
 
 
 def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
     """Refuse shapes, dtypes and devices that do not fit."""
+    check_call("expert_mlp", x, routing, weights)
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.dtype not in _DTYPES:
         raise invalid_input(
             "expert_mlp",
@@ -93,21 +98,21 @@ def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights) -> None
         )
 
 
-def _call_key(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Hashable:
-    ids, routing_weights = routing.expert_ids, routing.routing_weights
-    tensors, words = call_key(x, ids, routing_weights), weights.parts.call_key()
-    if tensors is None or words is None:
+def _look(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> dispatch.Looked | None:
+    ids, routing_weights, parts = routing.expert_ids, routing.routing_weights, weights.parts
+    given, words = call_key(x, ids, routing_weights), parts.call_key()
+    if given is None or words is None:
         return None
     forced = settings.current()
-    aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.aligned(x, ids, routing_weights)
+    aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.alignment(x, ids, routing_weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     where = forced.implementation, forced.strategy, strategy, deterministic, torch.get_num_threads()
-    return "expert_mlp", where, routing.weight_on, aligned, tensors, words
+    return ("expert_mlp", where, routing.weight_on, aligned, given, words), parts.tensors
 
 
 def _routed(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Sequence[int] | None:
     parts = weights.parts
-    return None if parts.others is None else parts.read_by(set(chain.from_iterable(routing.expert_ids.tolist())))
+    return parts.read_by(set(chain.from_iterable(routing.expert_ids.tolist()))) if parts.unstacked else None
 
 
 EXPERT_MLP = dispatch.register(
@@ -122,11 +127,8 @@ EXPERT_MLP = dispatch.register(
             dispatch.Implementation("torch", plain.prepare),
             dispatch.Implementation("reference", reference.prepare),
         ),
-        _call_key,
-        lambda x, routing, weights, strategy: weights.parts.tensors,
+        _look,
         _routed,
-        # Not the weights: a node of a graph makes the value anew at every call, of the same tensors.
-        lambda x, routing, weights, strategy: weights.parts.tensors[0],
     )
 )
 

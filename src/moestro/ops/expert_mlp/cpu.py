@@ -82,17 +82,6 @@ def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: Exper
     )
 
 
-def takes_int8_residual(name: str, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether this implementation makes two rows of int8 of a row of x, if it stands in no tile."""
-    isa = next((isa for isa in native.ISAS if name == f"cpu-{isa.name}"), native.ABSENT)
-    elements = {weights.gate_up.format.element, weights.down.format.element}
-    columns = max(weights.hidden_size, weights.intermediate_size)
-    if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
-        return False
-    integers = elements <= set(native.INTEGERS)
-    return isa.multiplies_int8_residual and integers and columns <= native.LIMITS["most_int8_columns"]
-
-
 def _wrong_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
     floats = (x, routing.routing_weights, *biases)

@@ -20,7 +20,7 @@ from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import SLOPES, expert_mlp_backward
 from moestro.types import Activation, Routing
-from moestro.weights import ExpertWeights, Layout
+from moestro.weights import ExpertWeights, Layout, Parts, unstacked_spans
 
 
 def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
@@ -46,7 +46,7 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     if weights.input_format != "float":
         layout = f"{layout}|{weights.input_format}"
         if trains:
-            raise _rounded(weights.input_format)
+            raise _input_format_refused(weights.input_format)
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
     node = (
@@ -90,12 +90,12 @@ def _untrained(layout: str) -> UnsupportedError:
     )
 
 
-def _rounded(input_format: str) -> UnsupportedError:
+def _input_format_refused(input_format: str) -> UnsupportedError:
     return unsupported(
         "expert_mlp",
-        got=f"torch.compile with rows as {input_format}, and a tensor that requires a gradient",
+        got=f"torch.compile with {input_format} inputs, and a tensor that requires a gradient",
         needs="no gradient, which rounding does not have",
-        fix="Call it under torch.no_grad(), or leave rows as float.",
+        fix="Call it under torch.no_grad(), or leave inputs as float.",
     )
 
 
@@ -138,17 +138,41 @@ _READS_IDS = (torch.Tag.cudagraph_unsafe,)
 """The walks read the ids on the host, which a captured CUDA graph cannot."""
 
 
-def _weights(
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
-    words: tuple[str, str],
-) -> ExpertWeights:
-    activation, layout = words
-    first, last, *rows = layout.split("|")
-    stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
-    input_format: Any = rows[0] if rows else "float"
-    return ExpertWeights(*stored, *biases, _decode(activation), input_format=input_format)
+class GraphWeights:
+    """Expert weights as a graph hands them over, tensor by tensor; the value is made when more than the parts is asked.
+
+    Args:
+        gate_up, down: the tensors of both projections.
+        biases: of both, or None.
+        words: the code of the activation, and the layout.
+    """
+
+    def __init__(
+        self,
+        gate_up: list[Tensor],
+        down: list[Tensor],
+        biases: tuple[Tensor | None, Tensor | None],
+        words: tuple[str, str],
+    ) -> None:
+        self._given = gate_up, down, biases, words
+        tensors = (*gate_up, *down, *(b for b in biases if b is not None))
+        first, last = (read_layout(text) for text in words[1].split("|")[:2])
+        num_experts = first.num_experts(gate_up)
+        counts = (len(gate_up), first.num_blocks > 0), (len(down), last.num_blocks > 0)
+        key = ("graph", *words, num_experts, biases[0] is not None, biases[1] is not None)
+        self.parts = Parts(tensors, key, num_experts, unstacked_spans(counts, num_experts))
+
+    @functools.cached_property
+    def value(self) -> ExpertWeights:
+        """The weights."""
+        gate_up, down, biases, (activation, layout) = self._given
+        first, last, *rows = layout.split("|")
+        stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
+        input_format: Any = rows[0] if rows else "float"
+        return ExpertWeights.unchecked(*stored, *biases, _decode(activation), input_format)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
 
 
 def _expert_mlp_node(
@@ -166,7 +190,7 @@ def _expert_mlp_node(
 ) -> Tensor:
     from moestro.ops.expert_mlp import run
 
-    weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
+    weights: Any = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
     return run(x, Routing.unchecked(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
 
 
@@ -185,7 +209,7 @@ def _on_device_node(
 ) -> Tensor:
     from moestro.ops.expert_mlp import run
 
-    weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
+    weights: Any = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
     routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
     found = triton.prepare(x, routing, weights, strategy) if gpu.is_captured(x) else None
     if isinstance(found, str):
@@ -225,7 +249,7 @@ def _expert_mlp_backward(
     layout: str,
     needed: list[bool],
 ) -> list[Tensor]:
-    weights = _weights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
+    weights = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout)).value
     routing = Routing(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
     g = expert_mlp_backward(grad, x, routing, weights, needed)
     found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
@@ -255,7 +279,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if _decode(ctx.words[1]).kind not in SLOPES:
         raise _no_slope(_decode(ctx.words[1]).kind)
     if ctx.words[2].count("|") > 1:
-        raise _rounded(ctx.words[2].rpartition("|")[2])
+        raise _input_format_refused(ctx.words[2].rpartition("|")[2])
     if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
         raise _untrained(ctx.words[2])
     grads = iter(

@@ -19,8 +19,8 @@ from moestro.formats import StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import grouping
 from moestro.ops.dispatch import Prepared
+from moestro.ops.expert_mlp.input_formats import low_precision_spans
 from moestro.ops.expert_mlp.matmul import Span, Way, matmul, matmul_spans
-from moestro.ops.expert_mlp.rounded import rounded_spans
 from moestro.ops.expert_mlp.stored import recorded, stored_spans
 from moestro.ops.expert_mlp.tuning import (
     ACCUMULATE_BYTES,
@@ -113,8 +113,8 @@ def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out
     first, last = weights.gate_up, weights.down
     if weights.input_format != "float":
         to = weights.input_format
-        h = rounded_spans(rows, first, spans, to)
-        return _after(rows, weights, spans, h, lambda a: rounded_spans(a, last, spans, to, out))
+        h = low_precision_spans(rows, first, spans, to)
+        return _after(rows, weights, spans, h, lambda a: low_precision_spans(a, last, spans, to, out))
     wide = compute_dtype(rows, weights)
     ways = choose_ways(rows, first, spans, wide)
     h = _times(rows, first, spans, ways, wide, None)
@@ -203,7 +203,7 @@ def nothing(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     return y
 
 
-class Places(NamedTuple):
+class PairRows(NamedTuple):
     """Where each pair's row stands.
 
     Attributes:
@@ -217,9 +217,9 @@ class Places(NamedTuple):
     complete: bool
 
 
-def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], places: Places) -> Tensor:
+def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[Batch], pair_rows: PairRows) -> Tensor:
     """Compute the batches and add up each token's slots."""
-    num_rows = places.num_rows
+    num_rows = pair_rows.num_rows
     if num_rows == 0:
         return nothing(x, routing, weights)
     # Half precision overflows where the sum of the slots need not.
@@ -227,14 +227,14 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
     slot_weights = routing.routing_weights
     if routing.weight_on == "input":
         slot_weights = torch.ones_like(slot_weights)
-    elif not places.complete:
-        slot_weights = slot_weights.masked_fill(places.of_pairs >= num_rows, 0.0)
+    elif not pair_rows.complete:
+        slot_weights = slot_weights.masked_fill(pair_rows.of_pairs >= num_rows, 0.0)
     if records(x, routing, weights):
         parts = [*_recorded(batches, weights, dtype), x.new_zeros(1, x.shape[1], dtype=dtype)]
-        return (torch.cat(parts)[places.of_pairs] * slot_weights[..., None]).sum(1).to(x.dtype)
+        return (torch.cat(parts)[pair_rows.of_pairs] * slot_weights[..., None]).sum(1).to(x.dtype)
     out, start = None, 0
     for spans, rows, _ in batches:
-        if places.complete and rows.shape[0] == num_rows:
+        if pair_rows.complete and rows.shape[0] == num_rows:
             out = expert_rows(rows, weights, spans).to(dtype)
             break
         if out is None:
@@ -243,7 +243,7 @@ def _run(x: Tensor, routing: Routing, weights: ExpertWeights, batches: Iterable[
         expert_rows(rows, weights, spans, out[start : start + rows.shape[0]])
         start += rows.shape[0]
     assert out is not None
-    return weighted_sum(out, places.of_pairs, slot_weights).to(x.dtype)
+    return weighted_sum(out, pair_rows.of_pairs, slot_weights).to(x.dtype)
 
 
 def _recorded(batches: Iterable[Batch], weights: ExpertWeights, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -254,16 +254,16 @@ def _recorded(batches: Iterable[Batch], weights: ExpertWeights, dtype: torch.dty
         yield rows.new_zeros(rows.shape[0] - used, rows.shape[1], dtype=dtype)
 
 
-def weighted_sum(rows: Tensor, places: Tensor, slot_weights: Tensor) -> Tensor:
-    """y[t] = sum over k of slot_weights[t, k] * rows[places[t, k]], in one pass, accumulated in float32 or wider.
+def weighted_sum(rows: Tensor, pair_rows: Tensor, slot_weights: Tensor) -> Tensor:
+    """y[t] = sum over k of slot_weights[t, k] * rows[pair_rows[t, k]], in one pass, accumulated in float32 or wider.
 
     The pass takes weights of the rows' dtype. A float32 weight is the sum of two bfloat16 ones up to 2^-17 of it.
     """
     if rows.dtype == torch.bfloat16:
         high = slot_weights.to(rows.dtype)
         low = (slot_weights - high).to(rows.dtype)
-        places, slot_weights = torch.cat([places, places], 1), torch.cat([high, low], 1)
-    return F.embedding_bag(places, rows, per_sample_weights=slot_weights.to(rows.dtype), mode="sum")
+        pair_rows, slot_weights = torch.cat([pair_rows, pair_rows], 1), torch.cat([high, low], 1)
+    return F.embedding_bag(pair_rows, rows, per_sample_weights=slot_weights.to(rows.dtype), mode="sum")
 
 
 def _weighted_input(rows: Tensor, pair_weights: Tensor, routing: Routing) -> Tensor:
@@ -287,8 +287,8 @@ def grouped(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
 
     if not records(x, routing, weights) and num_rows * x.shape[1] * x.element_size() > ACCUMULATE_BYTES:
         return _accumulate(x, routing, weights, batches(), order.token_ids, row_weights)
-    places = order.inverse.clamp(max=num_rows).reshape(routing.expert_ids.shape)
-    return _run(x, routing, weights, batches(), Places(places, num_rows, num_rows == places.numel()))
+    pair_rows = order.inverse.clamp(max=num_rows).reshape(routing.expert_ids.shape)
+    return _run(x, routing, weights, batches(), PairRows(pair_rows, num_rows, num_rows == pair_rows.numel()))
 
 
 def _accumulate(
@@ -334,16 +334,16 @@ def selective(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     for e, own in sorted(pairs_of.items()):
         spans.append(Span(e, len(pairs), len(pairs) + len(own)))
         pairs += own
-    place_of = [len(pairs)] * len(flat_ids)
+    row_of = [len(pairs)] * len(flat_ids)
     for row, pair in enumerate(pairs):
-        place_of[pair] = row
-    places = torch.tensor(place_of, device=x.device).reshape(routing.expert_ids.shape)
+        row_of[pair] = row
+    pair_rows = torch.tensor(row_of, device=x.device).reshape(routing.expert_ids.shape)
     index = torch.tensor(pairs, device=x.device, dtype=torch.int64)
     rows = x.index_select(0, index // routing.top_k)
     if routing.weight_on == "input":
         rows = _weighted_input(rows, routing.routing_weights.reshape(-1)[index], routing)
     batches = [Batch(spans, rows, len(pairs))] if spans else []
-    return _run(x, routing, weights, batches, Places(places, len(pairs), len(pairs) == len(flat_ids)))
+    return _run(x, routing, weights, batches, PairRows(pair_rows, len(pairs), len(pairs) == len(flat_ids)))
 
 
 def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: int) -> Tensor:
@@ -355,7 +355,7 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
     counts = schedule.counts.tolist()
     runs = [(e, sum(1 for _ in run)) for e, run in groupby(schedule.block_experts.tolist()) if e >= 0]
     num_cells = sum(length for _, length in runs) * block_size
-    places = torch.where(schedule.scatter_index < 0, num_cells, schedule.scatter_index)
+    pair_rows = torch.where(schedule.scatter_index < 0, num_cells, schedule.scatter_index)
     pair_ids = schedule.pair_ids.reshape(-1)[:num_cells]
     (cells,) = (pair_ids >= 0).nonzero(as_tuple=True)
     pairs = pair_ids[cells]
@@ -371,8 +371,8 @@ def blockwise(x: Tensor, routing: Routing, weights: ExpertWeights, block_size: i
             yield Batch([Span(e, 0, stop - start)], blocked[start:stop], counts[e])
             start = stop
 
-    complete = sum(counts) == places.numel()
-    return _run(x, routing, weights, batches(), Places(places, num_cells, complete))
+    complete = sum(counts) == pair_rows.numel()
+    return _run(x, routing, weights, batches(), PairRows(pair_rows, num_cells, complete))
 
 
 def all_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows times experts that are packed, or whose matrices lie apart: matrix by matrix, a panel at a time.
+"""Rows times experts that are packed, or unstacked: matrix by matrix, a panel at a time.
 
 A panel is as many rows of a matrix as stay in cache when dequantised. No more of any expert than that is ever written
 out. Names: rows x [n, K], one expert's matrix [N, K] as blocks of its rows, top to bottom.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from moestro.weights import ExpertWeights
 if TYPE_CHECKING:
     from moestro.ops.expert_mlp.triton_work import Work
 
-_ROUNDED = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
+_INPUT_DTYPES = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DECODED = {"e4m3": 128, "int8": 128, "e2m1": 16, "int4": 16, "uint4": 16}
 """Elements that kernels decode, and the fewest columns of a group: of 8-bit weights, those of the longest step."""
@@ -63,16 +63,16 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         with gpu.on(x):
-            if not every:
-                return cast(Tensor, launches(x, routing, weights))
-            whole, slots = every_expert(routing, weights.num_experts)
-            return cast(Tensor, launches(x, whole, weights, slots))
+            whole, slots = every_expert(routing, weights.num_experts) if every else (routing, None)
+            y: Tensor = launches(x, whole, weights, slots)
+            return y
 
     def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
         walked = _walked(routing, weights, every)
         if not (x.numel() and walked.expert_ids.numel() and weights.num_experts):
             return ()
-        return cast("Work", _launches().work(x, walked, weights, how, dtype)).uses()
+        work: Work = _launches().work(x, walked, weights, how, dtype)
+        return work.uses()
 
     walk = name if every else how.strategy
     return Prepared(gpu.IMPLEMENTATION, compute, walk, f"{by}; {how}" if by else str(how), kernels=kernels)
@@ -139,14 +139,14 @@ def _undecoded(form: WeightFormat) -> str | None:
 
 
 def _no_table(name: str, experts: tuple[tuple[PackedTensor, ...], ...]) -> str | None:
-    """Why experts that lie apart cannot be found by a table of where they lie; None if they can."""
+    """Why unstacked experts cannot be found by a table of where they lie; None if they can."""
     first = experts[0][0]
     if len(experts[0]) > 2 or any(part.data.shape != first.data.shape for part in experts[0]):
         return f"it reads experts of one matrix, or of two of one height, and {name} has others"
-    lie = [(t.stride(), t.dtype) for t in first.tensors]
+    layout = [(t.stride(), t.dtype) for t in first.tensors]
     for matrix in (m for parts in experts for m in parts):
-        if [(t.stride(), t.dtype) for t in matrix.tensors] != lie:
-            return f"it reads experts that lie apart by one set of strides and dtypes, and those of {name} differ"
+        if [(t.stride(), t.dtype) for t in matrix.tensors] != layout:
+            return f"it reads unstacked experts by one set of strides and dtypes, and those of {name} differ"
         if not torch.compiler.is_compiling() and any(t.data_ptr() % t.element_size() for t in matrix.tensors):
             return f"it reads numbers at multiples of their size, and those of {name} lie elsewhere"
     return None
@@ -163,7 +163,7 @@ def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
     if weights.input_format == "int8":
         for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
             if form.element != "int8":
-                return f"it multiplies rows as int8 by weights stored as int8, and {name} is stored as {form.name}"
+                return f"it multiplies int8 inputs by weights stored as int8, and {name} is stored as {form.name}"
     if weights.input_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
         return f"the tensor cores of {x.device} do not multiply 8-bit floats, those of capability 8.9 and later do"
     return None
@@ -203,7 +203,7 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
 def compute_dtype(x: Tensor, weights: ExpertWeights) -> torch.dtype:
     """What rows like x are multiplied in, and, unless they are rounded, what stands between the two products."""
     if weights.input_format != "float":
-        return _ROUNDED[weights.input_format]
+        return _INPUT_DTYPES[weights.input_format]
     return torch.promote_types(_computed_in(x, weights.gate_up.format), _computed_in(x, weights.down.format))
 
 

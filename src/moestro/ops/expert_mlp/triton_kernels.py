@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moestro.ops.expert_mlp.triton_weights import (
+from moestro.ops.triton_weights import (
     add_product,
     add_rounded_product,
     as_stored,

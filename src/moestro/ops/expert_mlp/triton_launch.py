@@ -16,13 +16,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moestro.formats import PackedTensor, StoredExperts
-from moestro.ops.expert_mlp import triton_rows
+from moestro.ops import triton_rows
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
-from moestro.ops.expert_mlp.triton_weights import describe
 from moestro.ops.expert_mlp.triton_work import Call, Work
 from moestro.ops.gpu import ALIGNED, Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.ops.triton_weights import describe
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -48,13 +48,13 @@ def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
         x = x if x.stride(-1) == 1 else x.contiguous()
         ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         if by_address and by_address[0] is not None and slots is None:
-            return by_address[0].compute(x, ids, routing_weights, (weights.gate_up, weights.down))
+            return by_address[0].compute(x, ids, routing_weights, weights)
         if _is_nothing(x, ids, weights):
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
         launches = work(x, routing, weights, how, dtype)
         y = launches.compute(x, ids, routing_weights, ids if slots is None else slots.contiguous())
         if not by_address:
-            by_address.append(launches.by_address(x) if _is_described(weights) else None)
+            by_address.append(launches.by_address(x) if _reads_own_biases(weights) else None)
         return y
 
     return compute
@@ -89,14 +89,14 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
         how.block if how.ordered else 0,
         (*_launches(x, ids, weights, how, dtype, on_input), sort, *(rounding.launch for rounding in roundings)),
         (*tiles, num_tokens * -(-hidden // _SUM_COLUMNS)),
-        _described(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
-        _described(weights.down, weights.down_bias, how.down, (dtype, None)),
+        _projection_arguments(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
+        _projection_arguments(weights.down, weights.down_bias, how.down, (dtype, None)),
         roundings,
         tuple(spaces),
     )
 
 
-def _is_described(weights: ExpertWeights) -> bool:
+def _reads_own_biases(weights: ExpertWeights) -> bool:
     """Whether kernels read the weights' own tensors: of a bias with other strides they are given a copy."""
     return all(b is None or b.stride(-1) == 1 for b in (weights.gate_up_bias, weights.down_bias))
 
@@ -144,7 +144,7 @@ def _resources(tile: Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _described(
+def _projection_arguments(
     stored: StoredExperts, bias: Tensor | None, tile: Tile, rest: tuple[torch.dtype, Activation | None]
 ) -> tuple[Any, ...]:
     if bias is not None and bias.stride(-1) != 1:

@@ -15,9 +15,10 @@ from moestro.formats import StoredExperts
 from moestro.ops import gpu
 from moestro.ops.dispatch import KernelUse
 from moestro.ops.expert_mlp.triton_kernels import Rows
-from moestro.ops.expert_mlp.triton_rows import Rounding
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.ops.triton_rows import Rounding
+from moestro.weights import ExpertWeights
 
 _SPACING = 256
 """Bytes of which the offsets of workspaces in one allocation are multiples."""
@@ -68,12 +69,12 @@ class Work:
         rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
         left, stride, scales = x, self.x_stride, None
         if self.roundings:
-            left, stride, scales = self._rounded(0, x, stride, more[-4:-2])
+            left, stride, scales = self._converted(0, x, stride, more[-4:-2])
         if inner:
             gate_up(self.programs[0], left, stride, rows, *self.gate_up, h, *self.sizes, scales)
         left, scales = h, None
         if self.roundings:
-            left, _, scales = self._rounded(1, h, inner, more[-2:])
+            left, _, scales = self._converted(1, h, inner, more[-2:])
         down(self.programs[1], left, rows, *self.down, pieces, *self.sizes, scales)
         parts = self.programs[2] // num_tokens
         add(self.programs[2], pieces, slots, out, num_tokens, hidden, parts, num_experts)
@@ -87,7 +88,7 @@ class Work:
             sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
         return Rows(ids, weights, top_k, num_experts, *placed)
 
-    def _rounded(self, which: int, rows: Any, stride: int, spaces: Sequence[Any]) -> tuple[Any, int, Any]:
+    def _converted(self, which: int, rows: Any, stride: int, spaces: Sequence[Any]) -> tuple[Any, int, Any]:
         """Of the rows that meet a product: their codes, how far these are apart, and their scales."""
         codes, scales = spaces
         rounding, launch = self.roundings[which], self.launches[4 + which]
@@ -140,11 +141,11 @@ class Work:
         starts, memory = [0, *_ends(self.spaces)[:-1]], (self.workspace_bytes,)
         shape, strides, dtype, device = x.shape, (x.shape[1], 1), x.dtype, x.device
 
-        def call(x: Tensor, ids: Tensor, weights: Tensor, stored: tuple[StoredExperts, StoredExperts]) -> Tensor:
+        def call(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             held = torch.empty_strided(memory, (1,), dtype=torch.uint8, device=device)
             first, slots = held.data_ptr(), ids.data_ptr()
-            launches = work if maps == (None, None) else _with_maps(work, maps, stored)
+            launches = work if maps == (None, None) else _with_maps(work, maps, (experts.gate_up, experts.down))
             launches((x.data_ptr(), slots, weights.data_ptr()), slots, out.data_ptr(), [first + s for s in starts])
             return out
 
@@ -156,11 +157,11 @@ class Call:
     """Launches by address.
 
     Attributes:
-        compute: of x, expert ids, routing weights and the stored experts of both projections.
+        compute: of x, expert ids, routing weights and expert weights.
         tables: where unstacked experts lie, on the device; the launches read them.
     """
 
-    compute: Callable[[Tensor, Tensor, Tensor, tuple[StoredExperts, StoredExperts]], Tensor]
+    compute: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
     tables: tuple[Tensor | None, Tensor | None]
 
 
@@ -182,9 +183,11 @@ def _with_maps(work: Work, maps: Sequence[Any], stored: Sequence[StoredExperts])
 
 
 def _addresses(arguments: Any) -> Any:
-    """The same with the address of each tensor in its place."""
+    """The same with the address of each tensor in its place, and no tensor map, which holds a tensor."""
     if isinstance(arguments, Tensor):
         return arguments.data_ptr()
+    if isinstance(arguments, TensorDescriptor):
+        return None
     if isinstance(arguments, tuple):
         made = map(_addresses, arguments)
         return type(arguments)(*made) if hasattr(arguments, "_fields") else tuple(made)

@@ -44,7 +44,7 @@ def batch_rows(stored: StoredExperts) -> int:
 
 
 def dense_stack(stored: StoredExperts) -> Tensor | None:
-    """The experts as one ordinary tensor [E, N, K], or None where they are packed or lie apart."""
+    """The experts as one ordinary tensor [E, N, K], or None where they are packed or unstacked."""
     return stored.data if isinstance(stored, PackedTensor) and stored.format.is_dense else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -144,13 +144,13 @@ def load_report(schedule: BlockSchedule) -> LoadReport:
     )
 
 
-def _call_key(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> Hashable:
+def _look(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> dispatch.Looked | None:
     tensors = call_key(expert_ids)
     if tensors is None:
         return None
-    aligned = expert_ids.is_cpu or gpu.aligned(expert_ids)
+    aligned = expert_ids.is_cpu or gpu.alignment(expert_ids)
     forced = settings.current().implementation
-    return "grouping", forced, torch.get_num_threads(), num_experts, block_size, aligned, tensors
+    return ("grouping", forced, torch.get_num_threads(), num_experts, block_size, aligned, tensors), ()
 
 
 GROUPING = dispatch.register(
@@ -161,7 +161,7 @@ GROUPING = dispatch.register(
             dispatch.Implementation("triton", triton.prepare),
             dispatch.Implementation("torch", plain.prepare),
         ),
-        _call_key,
+        _look,
     )
 )
 """Rows in the order of experts or, where a block size is given, blocks of one expert each."""

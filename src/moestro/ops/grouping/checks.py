@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moestro.errors import invalid_input
 from moestro.ops import gpu_checks, native
+from moestro.ops.inputs import check_tensor
 from moestro.types import EMPTY
 
 
@@ -18,6 +19,7 @@ def check_ids(operation: str, expert_ids: Tensor, num_experts: int) -> None:
 
 def check_form(operation: str, expert_ids: Tensor, num_experts: int) -> None:
     """Refuse what is not an integer [T, K], and num_experts < 1."""
+    check_tensor(operation, "expert_ids", expert_ids)
     if expert_ids.dim() != 2 or expert_ids.dtype not in (torch.int32, torch.int64) or num_experts < 1:
         raise invalid_input(
             operation,
@@ -29,7 +31,7 @@ def check_form(operation: str, expert_ids: Tensor, num_experts: int) -> None:
 
 def check_range(operation: str, expert_ids: Tensor, num_experts: int) -> None:
     """Refuse ids outside -1..num_experts-1; an assertion on the device where reading them is not free."""
-    if native.fits(expert_ids, None, num_experts) or gpu_checks.check(expert_ids, None, num_experts):
+    if native.ids_and_weights_fit(expert_ids, None, num_experts) or gpu_checks.check(expert_ids, None, num_experts):
         return
     if torch.compiler.is_compiling() or expert_ids.device.type != "cpu":
         in_range = ((expert_ids >= EMPTY) & (expert_ids < num_experts)).all()

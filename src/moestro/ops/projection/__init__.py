@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from functools import partial
 
 import torch
@@ -68,17 +67,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _call_key(x: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
+def _look(x: Tensor, weight: Tensor, bias: Tensor | None) -> dispatch.Looked | None:
     tensors = call_key(x, weight) if bias is None else call_key(x, weight, bias)
     if tensors is None:
         return None
     deterministic = torch.are_deterministic_algorithms_enabled()
     where = settings.current().implementation, deterministic, torch.get_num_threads()
-    return "projection", where, weight.data_ptr(), tensors
-
-
-def _tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    return (weight,) if bias is None else (weight, bias)
+    memory = (weight,) if bias is None else (weight, bias)
+    return ("projection", where, weight.data_ptr(), tensors), memory
 
 
 PROJECTION = dispatch.register(
@@ -92,8 +88,6 @@ PROJECTION = dispatch.register(
             dispatch.Implementation("torch", plain.prepare),
             dispatch.Implementation("reference", reference.prepare),
         ),
-        _call_key,
-        _tensors,
-        owner=lambda x, weight, bias: weight,
+        _look,
     )
 )

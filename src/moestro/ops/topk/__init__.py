@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
 from moestro import settings
 from moestro.errors import invalid_input
 from moestro.ops import dispatch, gpu
+from moestro.ops.inputs import check_tensor
 from moestro.ops.tensors import call_key
 from moestro.ops.topk import cpu, plain, reference, triton, tuning
 
@@ -35,6 +34,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         InvalidInputError: wrong shape, dtype or k, or a NaN among the scores. (On an accelerator and under
             torch.compile the NaN check is an assertion on the device.)
     """
+    check_tensor("topk", "scores", scores)
     if scores.dim() != 2 or scores.dtype not in _DTYPES:
         raise invalid_input(
             "topk",
@@ -59,13 +59,13 @@ def run(scores: Tensor, k: int) -> Tensor:
     return found
 
 
-def _call_key(scores: Tensor, k: int) -> Hashable:
+def _look(scores: Tensor, k: int) -> dispatch.Looked | None:
     tensors = call_key(scores)
     if tensors is None:
         return None
     forced = settings.current().implementation
-    aligned = scores.is_cpu or gpu.aligned(scores)
-    return "topk", forced, torch.get_num_threads(), k, aligned, tensors
+    aligned = scores.is_cpu or gpu.alignment(scores)
+    return ("topk", forced, torch.get_num_threads(), k, aligned, tensors), ()
 
 
 def _branchless(scores: Tensor, k: int) -> dispatch.Prepared | str:
@@ -87,6 +87,6 @@ TOPK = dispatch.register(
             dispatch.Implementation("branchless", _branchless),
             dispatch.Implementation("reference", lambda scores, k: plain.checked("reference", reference.topk)),
         ),
-        _call_key,
+        _look,
     )
 )

@@ -1,4 +1,4 @@
-"""What the engine remembers of experts between calls: it is used again, and never after their memory has moved."""
+"""Prepared calls are kept and run again, and never after the memory that they read has moved."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import moestro
-from moestro import Activation, Experts, reference
-from moestro.ops.expert_mlp import described
+from moestro import Activation, Experts, Routing, reference
+from moestro.ops import dispatch, native
+from moestro.ops.expert_mlp import EXPERT_MLP
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -37,9 +38,16 @@ def compute(x, routing, weights):
 
 @pytest.fixture
 def made(monkeypatch):
-    """What was described anew, in order."""
-    seen, original = [], described._reason
-    monkeypatch.setattr(described, "_reason", lambda stored: seen.append(stored) or original(stored))
+    """The implementations of what was prepared anew, in order."""
+    seen, original = [], dispatch._first
+
+    def first(operation, arguments):
+        prepared = original(operation, arguments)
+        seen.append(prepared.implementation)
+        return prepared
+
+    monkeypatch.setattr(dispatch, "_first", first)
+    monkeypatch.setattr(dispatch, "_KEPT", {})
     return seen
 
 
@@ -47,14 +55,15 @@ def made(monkeypatch):
 @pytest.mark.parametrize("name", ["float32", "mxfp4"])
 def test_once_for_many_calls_and_values_may_change_in_place(made, name, split):
     x, routing, weights = case(name, split)
+    routing = Routing(routing.expert_ids.contiguous(), routing.routing_weights.contiguous())
     first = compute(x, routing, weights)
-    assert made == [weights.gate_up, weights.down]
+    assert made == [f"cpu-{RUNNING[0].name}"]
     for t in weights.down.tensors:
         t.zero_()
     assert not bit_equal(compute(x, routing, weights), first)
     compute(x, routing.with_ids(torch.zeros_like(routing.expert_ids)), weights)
     compute(x, routing.with_ids(torch.full_like(routing.expert_ids, -1)), weights)
-    assert len(made) == 2
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -82,7 +91,7 @@ def test_an_expert_that_was_away_comes_back(known):
     for t in tensors:
         t.data = torch.empty(0)
     if not known:
-        described._KNOWN.clear()
+        dispatch._KEPT.clear()
     assert bit_equal(run(RUNNING[0], x, others, weights), expected)
     for t, data in zip(tensors, kept, strict=True):
         t.data = data
@@ -105,22 +114,151 @@ def test_strides_and_shape_of_the_same_memory():
 
 def test_nothing_is_kept_of_weights_that_are_gone():
     x, routing, weights = case(split=True)
-    before = len(described._KNOWN)
+    gc.collect()
+    before = set(dispatch._KEPT)
     run(RUNNING[0], x, routing, weights)
-    assert len(described._KNOWN) == before + 2
+    assert len(set(dispatch._KEPT) - before) == 1
     del weights
     gc.collect()
-    assert len(described._KNOWN) == before
+    assert set(dispatch._KEPT) <= before
 
 
-def test_copies_have_a_description_of_their_own(made):
+def test_copies_are_prepared_by_themselves(made):
     x, routing, weights = case("mxfp4", split=True)
     expected = compute(x, routing, weights)
     copied = copy.deepcopy(weights)
     for t in weights.tensors:
         t.view(torch.uint8).fill_(0x7F)
     assert bit_equal(run(RUNNING[0], x, routing, copied), expected)
-    assert len(made) == 4
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("change", ["moved", "resized", "retyped", "turned"])
+def test_what_no_longer_lies_as_it_lay_is_prepared_anew(made, change, split):
+    x, routing, weights = case(split=split)
+    compute(x, routing, weights)
+    for t in weights.down.tensors:
+        old = t.data
+        if change == "moved":
+            t.data = old.clone()
+        elif change == "retyped":
+            t.data = old.bfloat16()
+        elif change == "turned":
+            t.data = old.clone().transpose(-2, -1)
+        else:
+            t.data = torch.cat([old, old])[: len(old)].clone()
+    found = moestro.expert_mlp(x, routing, weights)
+    expected = reference.expert_mlp(x, routing, weights)
+    assert len(made) == 2
+    assert_close(found, expected, torch.bfloat16 if change == "retyped" else torch.float32)
+
+
+@pytest.mark.parametrize("name", ["float32", "mxfp4"])
+def test_memory_that_other_experts_take_over_is_read_anew(name):
+    """Freed and allocated again: the same addresses, layouts and numbers of values, and other experts."""
+    x, routing, _ = case()
+    addresses = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        _, _, weights = case(name)
+        addresses.add(weights.gate_up.data.data_ptr())
+        compute(x, routing, weights)
+        del weights
+        gc.collect()
+    assert len(addresses) < 40  # or nothing was shown
+
+
+def test_a_storage_made_smaller_is_not_read(made):
+    x, routing, weights = case()
+    compute(x, routing, weights)
+    weights.down.data.untyped_storage().resize_(64)
+    candidates = dispatch.candidates(EXPERT_MLP, x, routing, weights, "auto")
+    assert "made smaller" in candidates[f"cpu-{RUNNING[0].name}"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, routing: (x.repeat(1, 2)[:, ::2], routing),
+        lambda x, routing: (x[:4], Routing(routing.expert_ids[:4], routing.routing_weights[:4])),
+        lambda x, routing: (x.bfloat16(), routing),
+        lambda x, routing: (x, routing.with_ids(routing.expert_ids.int())),
+        lambda x, routing: (x, Routing(routing.expert_ids, routing.routing_weights, "input")),
+    ],
+)
+def test_every_fact_of_a_call_is_in_its_key(made, change):
+    x, routing, weights = case()
+    run(RUNNING[0], x, routing, weights)
+    run(RUNNING[0], *change(x, routing), weights)
+    assert len(made) == 2
+    run(RUNNING[0], *change(x, routing), weights)
+    run(RUNNING[0], x, routing, weights)
+    assert len(made) == 2
+
+
+def test_settings_threads_and_gradients_are_in_the_key(made):
+    x, routing, weights = case()
+    with torch.no_grad():
+        moestro.expert_mlp(x, routing, weights)
+        moestro.expert_mlp(x, routing, weights)
+        assert len(made) == 1
+        with moestro.use(implementation="torch"):
+            moestro.expert_mlp(x, routing, weights)
+        with moestro.use(strategy="all_experts"):
+            moestro.expert_mlp(x, routing, weights)
+        torch.set_num_threads(2)
+        moestro.expert_mlp(x, routing, weights)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+        moestro.expert_mlp(x, routing, weights)
+        torch.use_deterministic_algorithms(True)
+        assert len(made) == 5
+        weights.gate_up.data.requires_grad_()
+        moestro.expert_mlp(x, routing, weights)
+    assert len(made) == 5
+    moestro.expert_mlp(x, routing, weights)
+    assert (len(made), made[-1]) == (6, "torch")
+
+
+def test_no_more_is_kept_than_said(monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_KEPT", 3)
+    monkeypatch.setattr(dispatch, "_KEPT", {})
+    x, routing, weights = case()
+    for n in (1, 2, 3, 4, 5):
+        run(RUNNING[0], x[:n], Routing(routing.expert_ids[:n], routing.routing_weights[:n]), weights)
+    assert len(dispatch._KEPT) == 3
+
+
+def test_observers_see_what_ran_and_not_what_they_run_themselves():
+    x, routing, weights = case()
+    seen = []
+
+    def observer(operation, prepared, arguments, result):
+        seen.append((operation.name, prepared.implementation, prepared.walk))
+        if operation is EXPERT_MLP:
+            assert bit_equal(moestro.expert_mlp(*arguments), result)
+
+    with torch.no_grad(), dispatch.observed(observer):
+        moestro.expert_mlp(x, routing, weights)
+        with moestro.use(implementation="torch", strategy="grouped"):
+            moestro.expert_mlp(x, routing, weights)
+    moestro.expert_mlp(x, routing, weights)
+    engine = ("expert_mlp", f"cpu-{RUNNING[0].name}", "grouped")
+    assert [entry for entry in seen if entry[0] == "expert_mlp"] == [engine, ("expert_mlp", "torch", "grouped")]
+
+
+def test_a_routing_that_was_checked_is_not_looked_at_again(monkeypatch):
+    x, routing, weights = case()
+    moestro.expert_mlp(x, routing, weights)
+    assert routing.checked_for == weights.num_experts
+    monkeypatch.setattr(native, "ids_and_weights_fit", lambda *values: pytest.fail("looked at again"))
+    moestro.expert_mlp(x, routing, weights)
+    assert routing.with_ids(routing.expert_ids).checked_for is None
+    routing.expert_ids[0, 0] = 1000  # an empty slot, below the edge
+    left_out = routing.with_ids(routing.expert_ids.masked_fill(routing.expert_ids == 1000, -1))
+    compute(x, routing, weights)
+    assert_close(moestro.expert_mlp(x, routing, weights), reference.expert_mlp(x, left_out, weights))
 
 
 def module_case(weights):

@@ -1,4 +1,4 @@
-"""Rows as int8: what the definition says, plain torch against it, and what has no such rows."""
+"""Int8 inputs: what the definition says, plain torch against it, and what has no such rows."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_the_input_format_stays_with_the_weights():
                 torch.testing.assert_close(module(x, routing), expected)
     assert "input_format='int8'" in repr(experts)
     assert experts.quantize("mxfp4", input_format="float").weights.input_format == "float"
-    assert "rows are rounded to int8" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
+    assert "input format int8" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports for forward-mode differentiation
@@ -221,7 +221,7 @@ def test_in_a_graph():
         torch.testing.assert_close(compiled(x, routing), expected)
         program = torch.export.export(experts, (x, routing))
         torch.testing.assert_close(program.module()(x, routing), expected)
-        with pytest.raises(Exception, match="rows as int8, and a tensor that requires a gradient"):
+        with pytest.raises(Exception, match="int8 inputs, and a tensor that requires a gradient"):
             compiled(x.clone().requires_grad_(), routing)
 
 

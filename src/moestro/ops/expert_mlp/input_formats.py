@@ -23,7 +23,7 @@ _SUMS = 1 << 20
 """Float32 sums of single groups that are held at a time."""
 
 
-def rounded_spans(
+def low_precision_spans(
     x: Tensor, stored: StoredExperts, spans: Sequence[Span], rows: InputFormat, out: Tensor | None = None
 ) -> Tensor:
     """Each span's rows of x [n, K], rounded to `rows`, times its expert's matrix -> [n, N] in the dtype of x; written

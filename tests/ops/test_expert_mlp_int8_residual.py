@@ -14,7 +14,7 @@ from moestro.types import GPT_OSS_SWIGLU
 from tolerances import bit_equal
 
 from . import problems
-from .engines import run, stored_weights, takes_pairs
+from .engines import run, stored_weights, takes_int8_residual
 from .stored import PACKED
 
 PAIRING = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_int8_residual]
@@ -51,7 +51,7 @@ def test_far_closer_than_the_dtype(isa, name, dtype, most):
         pytest.skip("it multiplies bfloat16")
     x, routing, weights = layer(name)
     x = x.to(dtype)
-    assert takes_pairs(isa, x, weights)
+    assert takes_int8_residual(isa, x, weights)
     assert error(run(isa, x, routing, weights), x, routing, weights) < most
 
 
@@ -141,11 +141,11 @@ def test_not_where_bits_are_to_be_the_same(isa):
     default = run(isa, x, routing, weights)
     torch.use_deterministic_algorithms(True)
     exact = run(isa, x, routing, weights)
-    assert not takes_pairs(isa, x, weights)
+    assert not takes_int8_residual(isa, x, weights)
     with moestro.use(implementation=f"cpu-{isa.name}"):
-        assert "pairs" not in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
+        assert "int8 residual" not in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
         torch.use_deterministic_algorithms(False)
-        assert "as pairs of 8-bit integers" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
+        assert "int8 residual" in str(moestro.explain(moestro.expert_mlp, x, routing, weights))
     assert error(exact, x, routing, weights) < (2 if isa.multiplies_bfloat16 else 1.00001)
     assert not bit_equal(default, exact)
 

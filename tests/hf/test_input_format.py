@@ -29,7 +29,7 @@ def stores(model):
 def test_logits_are_those_of_the_definition(made, like, monkeypatch):
     """Each expert layer's output is the definition's; a model's logits follow, near those of float rows."""
     model = moestro.load(made.folder(like), format="int8", dtype="float32", input_format="int8")
-    assert {layer.layout for layer in served(model)} == {"int8, in memory, rows as int8"}
+    assert {layer.layout for layer in served(model)} == {"int8, in memory, int8 inputs"}
     plain = moestro.load(made.folder(like), format="int8", dtype="float32")
     exact = logits(plain)
     with moestro.use(implementation="reference"):
@@ -56,7 +56,7 @@ def test_accelerate_sets_it_keeps_it_and_takes_it_back(made):
     assert not bit_equal(rounded, exact)
     moestro.accelerate(model, strategy="grouped")  # says nothing of the activation
     assert {(layer.layout, layer.strategy) for layer in served(model)} == {
-        ("mxfp4, memory-mapped, rows as int8", "grouped")
+        ("mxfp4, memory-mapped, int8 inputs", "grouped")
     }
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(stores(model)[0]))):
         assert {store.input_format for store in stores(other)} == {"int8"}

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from moestro.formats import SplitTensor, StoredExperts
 from moestro.ops import gpu
-from moestro.ops.expert_mlp.triton_bytes import bytes_as
-from moestro.ops.expert_mlp.triton_nibbles import INTERPRETED, nibbles
+from moestro.ops.triton_bytes import bytes_as
+from moestro.ops.triton_nibbles import INTERPRETED, nibbles
 
 _SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
@@ -40,8 +40,8 @@ class Weights(NamedTuple):
     """The experts of a projection as one argument of a kernel; what the format lacks is None.
 
     Attributes:
-        data, scales, zeros, factors: the tensors of `PackedTensor`; nibbles as int16, 8-bit floats as uint8. Of experts
-            that lie apart, those of the first matrix.
+        data, scales, zeros, factors: the tensors of `PackedTensor`; nibbles as int16, 8-bit floats as uint8. Of
+            unstacked experts, those of the first matrix.
         data_strides, scale_strides, zero_strides: of experts, rows and columns, in items.
         factor_stride: of experts.
         table: int64 [4, E, parts], how far each matrix's data, scales, zeros and factors lie from the first one's, in
@@ -140,7 +140,7 @@ def _unit_of(entries: list[list[list[int]]]) -> int:
 
 
 def _table(stored: SplitTensor) -> list[list[list[int]]]:
-    """`Weights.table` of experts apart; 0 for what the format lacks."""
+    """`Weights.table` of unstacked experts; 0 for what the format lacks."""
     first = stored.matrices[0][0]
 
     def far(name: str) -> list[list[int]]:
@@ -203,11 +203,11 @@ def step_meta(w, begins, rows, k0, K, BK: tl.constexpr):
         if w.pairs and rows.shape[0] <= w.rows:
             down = tl.min(tl.reshape(down, (rows.shape[0] // 2, 2)), 0)
         mask = ((blocks * w.columns < K) & (k0 < K))[None, :]
-        scales = tl.load(_places(w, w.scales, w.scale_strides, begins[1], down, blocks, w.step), mask=mask, other=0)
+        scales = tl.load(_addresses(w, w.scales, w.scale_strides, begins[1], down, blocks, w.step), mask=mask, other=0)
         if w.zeros is None:
             return scales, tl.zeros((1, 1), tl.int32)
         else:
-            at = _places(w, w.zeros, w.zero_strides, begins[2], down, blocks, w.step)
+            at = _addresses(w, w.zeros, w.zero_strides, begins[2], down, blocks, w.step)
             return scales, tl.load(at, mask=mask, other=0)
 
 
@@ -335,7 +335,7 @@ def _own(w, rows):
 
 
 @triton.jit
-def _places(w, base, strides, start, down, across, STEP: tl.constexpr):
+def _addresses(w, base, strides, start, down, across, STEP: tl.constexpr):
     base = base + (start if w.parts == 1 else start[:, None])
     row = down.to(tl.int64) * strides[1]
     if STEP is not None:
@@ -348,11 +348,11 @@ def _codes(w, begins, rows, start, stop, COUNT: tl.constexpr):
     """Items start to start + COUNT of the rows, as stored; 0 beyond the matrix's columns."""
     items = start + tl.arange(0, COUNT)
     if w.by_rows:
-        at = _places(w, w.data, w.data_strides, begins[0], _own(w, rows), items, None)
+        at = _addresses(w, w.data, w.data_strides, begins[0], _own(w, rows), items, None)
         return tl.load(at, mask=items[None, :] < stop, other=0)
     else:
         down = rows if w.parts == 1 else _own(w, rows)
-        at = _places(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64), None)
+        at = _addresses(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64), None)
         mask = ((rows >= 0) & (rows < w.num_rows))[:, None] & (items[None, :] < stop)
         return tl.load(at, mask=mask, other=0)
 

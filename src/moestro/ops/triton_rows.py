@@ -19,7 +19,7 @@ class Rounding:
     """How a layer's rows of `size` columns are rounded: codes [R, size] and float32 scales [R, ceil(size / columns)].
 
     Args:
-        to: the row format.
+        to: the input format.
         size: columns of a row.
         columns: those that share a scale; 0 for all.
 

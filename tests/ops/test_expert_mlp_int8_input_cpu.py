@@ -1,4 +1,4 @@
-"""The native engine on rows as int8: every instruction set that this machine has, the definition, and the same bits."""
+"""The native engine on int8 inputs: every instruction set that this machine has, the definition, and the same bits."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_what_runs_and_why():
     plain, integers = (moestro.explain(moestro.expert_mlp, x, routing, w) for w in (weights, rounded(weights)))
     if ROUNDING[0].name == "amx-int8":
         reasons = {c.name: c.reason for c in plain.candidates}
-        assert "rows as int8 only" in str(reasons["cpu-amx-int8"])
+        assert "int8 inputs only" in str(reasons["cpu-amx-int8"])
     assert integers.chosen == f"cpu-{ROUNDING[0].name}"
     assert plain.chosen != "cpu-amx-int8"
     for isa in native.ISAS:
