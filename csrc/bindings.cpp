@@ -74,10 +74,13 @@ void bind_codes(nb::module_& m) {
     m.attr("ACTIVATIONS") = codes(kNumKinds, [](int i) { return kKinds[i]; });
     m.attr("SCORES") = codes(kNumScores, [](int i) { return kScores[i]; });
     m.attr("LIMITS") = limits();
-    nb::list integers;
-    for (const ElementFacts& e : kElements)
+    nb::list integers, tiled;
+    for (const ElementFacts& e : kElements) {
         if (e.is_integer) integers.append(e.name);
+        if (e.has_tiles) tiled.append(e.name);
+    }
     m.attr("INTEGERS") = nb::tuple(integers);
+    m.attr("TILED") = nb::tuple(tiled);
 }
 
 // The table of kernels in words: (kernel, when), and (weights, rows beside floats, rows beside an int8 residual).

@@ -3,9 +3,25 @@
 
 #include <cstdint>
 
+#include "kinds.h"
+
 namespace moestro {
 
-enum class Element : int { f32, f16, bf16, e4m3, i8, e2m1, i4, u4 };
+// An entry is ELEMENT(name in C++, name in Python, and the rest of ElementFacts). The first three are also dtypes of
+// tokens.
+#define MOESTRO_ELEMENTS(ELEMENT)                     \
+    ELEMENT(f32, "float32", 32, false, false, false)  \
+    ELEMENT(f16, "float16", 16, false, false, false)  \
+    ELEMENT(bf16, "bfloat16", 16, false, false, true) \
+    ELEMENT(e4m3, "e4m3", 8, false, false, true)      \
+    ELEMENT(i8, "int8", 8, true, false, true)         \
+    ELEMENT(e2m1, "e2m1", 4, true, false, true)       \
+    ELEMENT(i4, "int4", 4, true, false, true)         \
+    ELEMENT(u4, "uint4", 4, true, true, true)
+
+#define MOESTRO_ELEMENT(name, ...) name,
+enum class Element : int { MOESTRO_ELEMENTS(MOESTRO_ELEMENT) };
+#undef MOESTRO_ELEMENT
 
 struct ElementFacts {
     Element element;
@@ -13,13 +29,11 @@ struct ElementFacts {
     int bits;
     bool is_integer;  // its codes are multiplied as 8-bit integers
     bool has_zeros;   // a zero point for each group
+    bool has_tiles;   // tiles of bfloat16 hold it (amx_panels.h)
 };
-constexpr ElementFacts kElements[] = {
-    {Element::f32, "float32", 32, false, false},   {Element::f16, "float16", 16, false, false},
-    {Element::bf16, "bfloat16", 16, false, false}, {Element::e4m3, "e4m3", 8, false, false},
-    {Element::i8, "int8", 8, true, false},         {Element::e2m1, "e2m1", 4, true, false},
-    {Element::i4, "int4", 4, true, false},         {Element::u4, "uint4", 4, true, true},
-};
+#define MOESTRO_ELEMENT(name, ...) {Element::name, __VA_ARGS__},
+constexpr ElementFacts kElements[] = {MOESTRO_ELEMENTS(MOESTRO_ELEMENT)};
+#undef MOESTRO_ELEMENT
 constexpr int kNumElements = sizeof(kElements) / sizeof(kElements[0]);
 
 constexpr const ElementFacts& facts(Element e) { return kElements[static_cast<int>(e)]; }
@@ -29,21 +43,20 @@ constexpr bool has_zeros(Element e) { return facts(e).has_zeros; }
 constexpr bool is_integer(Element e) { return facts(e).is_integer; }
 constexpr int64_t bytes_of(Element e, int64_t n) { return facts(e).bits * n / 8; }
 
+// `values[16]`: what the codes of a nibble stand for, for those that kernels have no shorter way to decode (`values_of`
+// in kernels.h).
+template <Element E> struct Codes;
+
 template <Element E> struct ElementConstant {
     static constexpr Element value = E;
 };
 // Calls `body` with the element as a constant: body(c) uses decltype(c)::value.
 template <class Body> inline auto with_element(Element e, Body body) {
-    switch (e) {
-        case Element::f32: return body(ElementConstant<Element::f32>{});
-        case Element::f16: return body(ElementConstant<Element::f16>{});
-        case Element::bf16: return body(ElementConstant<Element::bf16>{});
-        case Element::e4m3: return body(ElementConstant<Element::e4m3>{});
-        case Element::i8: return body(ElementConstant<Element::i8>{});
-        case Element::e2m1: return body(ElementConstant<Element::e2m1>{});
-        case Element::i4: return body(ElementConstant<Element::i4>{});
-        default: return body(ElementConstant<Element::u4>{});
-    }
+#define MOESTRO_ELEMENT(name, ...) \
+    case Element::name: return body(ElementConstant<Element::name>{});
+    switch (e) { MOESTRO_ELEMENTS(MOESTRO_ELEMENT) }
+#undef MOESTRO_ELEMENT
+    __builtin_unreachable();
 }
 
 // The same for those whose codes are multiplied as integers; nothing for others.
@@ -74,8 +87,12 @@ constexpr const char* kReals[] = {"float32", "float16", "bfloat16", "float64"};
 constexpr int kNumReals = sizeof(kReals) / sizeof(kReals[0]);
 constexpr int kNumExpertReals = 3;
 
-enum class Kind : int { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh, identity };
-constexpr const char* kKinds[] = {"silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity"};
+#define MOESTRO_KIND(name, text, formula) name,
+enum class Kind : int { MOESTRO_KINDS(MOESTRO_KIND) };
+#undef MOESTRO_KIND
+#define MOESTRO_KIND(name, text, formula) text,
+constexpr const char* kKinds[] = {MOESTRO_KINDS(MOESTRO_KIND)};
+#undef MOESTRO_KIND
 constexpr int kNumKinds = sizeof(kKinds) / sizeof(kKinds[0]);
 
 }  // namespace moestro

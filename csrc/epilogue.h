@@ -30,21 +30,23 @@ template <class Function> MOESTRO_INLINE F lanewise(F x, Function function) {
     return load(lanes);
 }
 
-MOESTRO_INLINE F apply(Kind kind, float alpha, F z) {
-    switch (kind) {
-        case Kind::silu: return z * sigmoid(set1(alpha) * z);
-        case Kind::gelu:
-            return lanewise(z, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
-        case Kind::gelu_tanh: {
-            const F inner = set1(0.79788456080286536f) * fma(set1(0.044715f) * z * z, z, z);
-            return z * sigmoid(inner + inner);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
-        }
-        case Kind::relu: return at_least(z, 0.0f);
-        case Kind::relu2: return at_least(z, 0.0f) * at_least(z, 0.0f);
-        case Kind::sigmoid: return sigmoid(z);
-        case Kind::tanh: return lanewise(z, [](float v) { return ::tanhf(v); });
-        default: return z;
-    }
+MOESTRO_INLINE F gelu(F z) {
+    return lanewise(z, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
+}
+MOESTRO_INLINE F gelu_tanh(F z) {
+    const F inner = set1(0.79788456080286536f) * fma(set1(0.044715f) * z * z, z, z);
+    return z * sigmoid(inner + inner);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
+}
+MOESTRO_INLINE F tanh(F z) {
+    return lanewise(z, [](float v) { return ::tanhf(v); });
+}
+
+MOESTRO_INLINE F apply(Kind kind, [[maybe_unused]] float alpha, F z) {
+#define MOESTRO_KIND(name, text, formula) \
+    case Kind::name: return formula;
+    switch (kind) { MOESTRO_KINDS(MOESTRO_KIND) }
+#undef MOESTRO_KIND
+    return z;
 }
 
 // What the down projection is given for gate values, and for up values where the activation is gated.

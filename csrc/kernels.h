@@ -134,8 +134,9 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
 
 template <Element E> MOESTRO_INLINE auto values_of() {
     if constexpr (E == Element::e2m1) return e2m1_values();
-    if constexpr (E == Element::i4) return i4_values();
-    if constexpr (E == Element::u4) return u4_values();
+    else if constexpr (E == Element::i4) return i4_values();
+    else if constexpr (E == Element::u4) return u4_values();
+    else return table_values(moestro::Codes<E>::values);
 }
 
 template <Element E, int J, class Values, class Step> MOESTRO_INLINE void eight_nibbles(const Values& values, int64_t k,

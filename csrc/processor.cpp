@@ -30,15 +30,12 @@ bool tiles_allowed() {
     return false;
 #endif
 }
-#define MOESTRO_HAS(feature) [] { return __builtin_cpu_supports(feature) != 0; }
-#define MOESTRO_LEAF7(bit) [] { return has_extended(bit); }
-#define MOESTRO_AVX_VNNI_HERE has_avx_vnni
-#define MOESTRO_TILES_ALLOWED tiles_allowed
+#define has_named(feature) (__builtin_cpu_supports(feature) != 0)
 #else
-#define MOESTRO_HAS(feature) [] { return false; }
-#define MOESTRO_LEAF7(bit) [] { return false; }
-#define MOESTRO_AVX_VNNI_HERE [] { return false; }
-#define MOESTRO_TILES_ALLOWED [] { return false; }
+#define has_named(feature) false
+constexpr bool has_extended(int) { return false; }
+constexpr bool has_avx_vnni() { return false; }
+constexpr bool tiles_allowed() { return false; }
 #endif
 
 struct FeatureTest {
@@ -47,23 +44,9 @@ struct FeatureTest {
     bool (*is_here)();
 };
 
-const FeatureTest kFeatures[] = {
-    {Feature::avx2, "AVX2", MOESTRO_HAS("avx2")},
-    {Feature::fma, "FMA", MOESTRO_HAS("fma")},
-    {Feature::f16c, "F16C", MOESTRO_HAS("f16c")},
-    {Feature::avx_vnni, "AVX-VNNI", MOESTRO_AVX_VNNI_HERE},
-    {Feature::avx512f, "AVX-512F", MOESTRO_HAS("avx512f")},
-    {Feature::avx512bw, "AVX-512BW", MOESTRO_HAS("avx512bw")},
-    {Feature::avx512dq, "AVX-512DQ", MOESTRO_HAS("avx512dq")},
-    {Feature::avx512vl, "AVX-512VL", MOESTRO_HAS("avx512vl")},
-    {Feature::avx512_vnni, "AVX-512 VNNI", MOESTRO_HAS("avx512vnni")},
-    {Feature::avx512_bf16, "AVX-512 BF16", MOESTRO_HAS("avx512bf16")},
-    {Feature::avx512_vbmi, "AVX-512 VBMI", MOESTRO_HAS("avx512vbmi")},
-    {Feature::amx_tile, "AMX-TILE", MOESTRO_LEAF7(24)},
-    {Feature::amx_bf16, "AMX-BF16", MOESTRO_LEAF7(22)},
-    {Feature::amx_int8, "AMX-INT8", MOESTRO_LEAF7(25)},
-    {Feature::tiles_allowed, "a system that lets tiles be used", MOESTRO_TILES_ALLOWED},
-};
+#define MOESTRO_FEATURE(name, text, test) {Feature::name, text, [] { return test; }},
+const FeatureTest kFeatures[] = {MOESTRO_FEATURES(MOESTRO_FEATURE)};
+#undef MOESTRO_FEATURE
 
 // Asked once: cpuid leaves a virtual machine, which takes microseconds.
 Features features_here() {

@@ -6,23 +6,27 @@
 
 namespace moestro {
 
-enum class Feature : int {
-    avx2,
-    fma,
-    f16c,
-    avx_vnni,
-    avx512f,
-    avx512bw,
-    avx512dq,
-    avx512vl,
-    avx512_vnni,
-    avx512_bf16,
-    avx512_vbmi,
-    amx_tile,
-    amx_bf16,
-    amx_int8,
-    tiles_allowed,
-};
+// An entry is FEATURE(name in C++, name in sentences, test); processor.cpp has the words that a test is made of.
+#define MOESTRO_FEATURES(FEATURE)                                 \
+    FEATURE(avx2, "AVX2", has_named("avx2"))                      \
+    FEATURE(fma, "FMA", has_named("fma"))                         \
+    FEATURE(f16c, "F16C", has_named("f16c"))                      \
+    FEATURE(avx_vnni, "AVX-VNNI", has_avx_vnni())                 \
+    FEATURE(avx512f, "AVX-512F", has_named("avx512f"))            \
+    FEATURE(avx512bw, "AVX-512BW", has_named("avx512bw"))         \
+    FEATURE(avx512dq, "AVX-512DQ", has_named("avx512dq"))         \
+    FEATURE(avx512vl, "AVX-512VL", has_named("avx512vl"))         \
+    FEATURE(avx512_vnni, "AVX-512 VNNI", has_named("avx512vnni")) \
+    FEATURE(avx512_bf16, "AVX-512 BF16", has_named("avx512bf16")) \
+    FEATURE(avx512_vbmi, "AVX-512 VBMI", has_named("avx512vbmi")) \
+    FEATURE(amx_tile, "AMX-TILE", has_extended(24))               \
+    FEATURE(amx_bf16, "AMX-BF16", has_extended(22))               \
+    FEATURE(amx_int8, "AMX-INT8", has_extended(25))               \
+    FEATURE(tiles_allowed, "a system that lets tiles be used", tiles_allowed())
+
+#define MOESTRO_FEATURE(name, text, test) name,
+enum class Feature : int { MOESTRO_FEATURES(MOESTRO_FEATURE) };
+#undef MOESTRO_FEATURE
 
 using Features = uint32_t;  // a bit each
 constexpr Features all_of(std::initializer_list<Feature> list) {

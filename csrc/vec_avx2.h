@@ -107,6 +107,17 @@ template <int J> inline F nibble(I4, I words) {
 template <int J> inline F nibble(U4, I words) {
     return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words.v, 4 * J), _mm256_set1_epi32(15)))};
 }
+struct TableOf16 {
+    __m256 lower, upper;
+};
+inline TableOf16 table_values(const float* sixteen) { return {_mm256_loadu_ps(sixteen), _mm256_loadu_ps(sixteen + 8)}; }
+// The fourth bit chooses one of two look-ups.
+template <int J> inline F nibble(TableOf16 values, I words) {
+    const __m256i at = J ? _mm256_srli_epi32(words.v, 4 * J) : words.v;
+    const __m256 half = _mm256_castsi256_ps(_mm256_slli_epi32(words.v, 28 - 4 * J));
+    return {
+        _mm256_blendv_ps(_mm256_permutevar8x32_ps(values.lower, at), _mm256_permutevar8x32_ps(values.upper, at), half)};
+}
 
 // Lane l is p[8 * l / group]: what a block's columns share, eight columns a lane. Reads W floats.
 struct Spread {

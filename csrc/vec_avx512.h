@@ -111,6 +111,7 @@ inline Nibbles e2m1_values() {
 }
 inline Nibbles i4_values() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)}; }
 inline Nibbles u4_values() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+inline Nibbles table_values(const float* sixteen) { return {_mm512_loadu_ps(sixteen)}; }
 // vpermps reads the low four bits of a lane.
 template <int J> inline F nibble(Nibbles values, I words) {
     return {_mm512_permutexvar_ps(J ? _mm512_srli_epi32(words.v, 4 * J) : words.v, values.table)};

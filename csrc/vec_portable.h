@@ -156,6 +156,11 @@ struct Nibbles {
 inline Nibbles e2m1_values() { return {{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}}; }
 inline Nibbles i4_values() { return {{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}}; }
 inline Nibbles u4_values() { return {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}}; }
+inline Nibbles table_values(const float* sixteen) {
+    Nibbles values;
+    std::memcpy(values.table, sixteen, sizeof values.table);
+    return values;
+}
 template <int J> inline F nibble(const Nibbles& values, I words) {
     return each([&](int l) { return values.table[(words.v[l] >> (4 * J)) & 15]; });
 }

@@ -50,7 +50,7 @@ struct Experts {
     Experts(Element element, int64_t experts, int64_t rows, int64_t columns, int64_t num_blocks, bool int8) {
         Projection& p = projection;
         p.element = element;
-        p.scale = element <= Element::bf16 ? Scale::none : static_cast<Scale>(1 + generator() % 5);
+        p.scale = has_scale(element) ? static_cast<Scale>(1 + generator() % 5) : Scale::none;
         p.rows = rows, p.columns = columns, p.num_blocks = num_blocks;
         p.group_columns = is_nibble(element) ? among({16, 32, 64}) : int8 ? 0 : among({0, 128});
         p.group_rows = is_nibble(element) ? 1 : among({0, 1, 128});
@@ -62,7 +62,7 @@ struct Experts {
             Matrix made;
             made.data = keep(height * p.row_stride, false);
             if (p.scale != Scale::none) made.scales = keep(down * p.scale_row_stride, true);
-            if (element == Element::u4) made.zeros = keep(down * p.zero_row_stride, false);
+            if (has_zeros(element)) made.zeros = keep(down * p.zero_row_stride, false);
             table.push_back(made);
         }
         p.table = table.data();
@@ -77,7 +77,10 @@ struct Experts {
 bool same_bits(const Isa& isa) {
     const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || generator() % 2);
     const auto element = [&] {
-        return static_cast<Element>(tiled ? 2 + generator() % 6 : int8 ? 4 + generator() % 4 : generator() % 8);
+        for (;;) {
+            const ElementFacts& found = kElements[generator() % kNumElements];
+            if (tiled ? found.has_tiles : !int8 || found.is_integer) return found.element;
+        }
     };
     const Element first = element(), last = element();
     const int64_t W = isa.lanes;
@@ -90,7 +93,7 @@ bool same_bits(const Isa& isa) {
     call.hidden_size = width(first), call.intermediate_size = width(last);
     call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}),
     call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
-    call.activation.kind = static_cast<Kind>(generator() % 8);
+    call.activation.kind = static_cast<Kind>(generator() % kNumKinds);
     call.activation.gated = generator() % 2, call.activation.interleaved = call.activation.gated && generator() % 2;
     call.activation.limited = true, call.activation.limit = 7.0f;
     call.weight_on_input = generator() % 2;

@@ -15,7 +15,7 @@ from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, PackedTensor, SplitTensor, quantize
 from moestro.ops import dispatch
-from moestro.ops.expert_mlp import cpu, tuning
+from moestro.ops.expert_mlp import cpu, triton, tuning
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -94,6 +94,51 @@ def test_dtypes_and_devices(parts):
         assert cpu.why_unsupported(isa, x.to("meta"), routed, there) == "it computes on the CPU, and x is on meta"
         lacking = replace(isa, missing=("AVX-1024",))
         assert cpu.why_unsupported(lacking, x, routing, weights) == "this processor lacks AVX-1024"
+
+
+def experts_of(form, monkeypatch):
+    """Three plain experts of 96 x 96 in a format that nobody has heard of, registered."""
+    monkeypatch.setitem(FORMATS, form.name, form)
+    grid = (3, *form.scaling.blocks(96, 96))
+    codes = torch.randint(0, 100, (3, 96, 96 // form.per_item), dtype=torch.uint8).view(form.storage)
+    zeros = torch.zeros(grid, dtype=torch.uint8) if form.scaling.zeros else None
+    stored = PackedTensor(codes, form, torch.rand(grid).to(form.scaling.dtypes[0]), zeros)
+    return ExpertWeights(stored, stored, activation=Activation("relu", gated=False))
+
+
+STRANGE = {
+    ("int4-g32", "columns", 48): ("a power of two", "a power of two of a row's columns"),
+    ("int4-g32", "columns", 8): ("at least 16", "at least 16"),
+    ("int4-g32", "columns", 0): (None, "at least 16"),
+    ("int4-g32", "zeros", True): ("zero points of uint4", "zero points of uint4"),
+    ("fp8-e4m3-channel", "columns", 16): ("at least 32", "blocks of a multiple of 128 columns"),
+    ("fp8-e4m3-channel", "columns", 32): (None, "blocks of a multiple of 128 columns"),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("change", STRANGE, ids=str)
+def test_formats_of_known_elements_that_nobody_has_heard_of(change, monkeypatch):
+    name, field, value = change
+    form = FORMATS[name]
+    form = replace(form, name="strange", scaling=replace(form.scaling, **{field: value}))
+    x, routing = torch.randn(5, 96), problems.routing(problems.Sizes(5, 96, 96, 3, 2), kind="full")
+    weights = experts_of(form, monkeypatch)
+    of_engine, of_kernels = STRANGE[change]
+    if of_engine is not None:
+        left_to_torch(x, routing, weights, of_engine)
+    for isa in [] if of_engine else RUNNING:
+        assert_close(run(isa, x, routing, weights), reference.expert_mlp(x, routing, weights), torch.float32)
+    assert of_kernels in (triton.why_unsupported(x, routing, weights) or "")
+
+
+@needs_engine
+def test_int8_weights_in_groups_do_not_meet_int8_inputs(monkeypatch):
+    form = FORMATS["int8"]
+    form = replace(form, name="strange", scaling=replace(form.scaling, columns=32))
+    weights = replace(experts_of(form, monkeypatch), input_format="int8")
+    x, routing = torch.randn(5, 96), problems.routing(problems.Sizes(5, 96, 96, 3, 2), kind="full")
+    left_to_torch(x, routing, weights, "int8 weights with a scale a row, and gate_up is stored as strange")
 
 
 @needs_engine

@@ -10,6 +10,7 @@ import torch
 import moestro
 from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
+from moestro.ops.expert_mlp import backward, library
 from moestro.ops.expert_mlp.backward import activation_backward
 from tolerances import assert_close
 
@@ -207,6 +208,16 @@ def test_compiles_whole_and_exports_with_any_number_of_tokens():
         expected = layer(*arguments)
         assert_close(exported(*arguments), expected)
         assert_close(compiled(*arguments), expected)
+
+
+def test_a_graph_that_trains_refuses_an_activation_whose_slope_is_not_known(monkeypatch):
+    weights = problems.weights(problems.Sizes(2, 4, 3, 2, 1), Activation("tanh", gated=False), torch.float32)
+    x, routing = torch.randn(2, 4), problems.routing(problems.Sizes(2, 4, 3, 2, 1), kind="full")
+    expected = moestro.expert_mlp(x, routing, weights)
+    monkeypatch.delitem(backward.SLOPES, "tanh")
+    assert_close(library.traced(x, routing, weights, "auto"), expected)
+    with pytest.raises(UnsupportedError, match="'tanh', and a tensor that requires a gradient"):
+        library.traced(x.requires_grad_(), routing, weights, "auto")
 
 
 def test_a_python_function_stays_out_of_graphs():

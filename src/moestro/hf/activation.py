@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,16 +14,7 @@ from moestro.types import Activation, ActivationKind
 
 Function = Callable[[Tensor], Tensor]
 
-_KINDS: tuple[ActivationKind, ...] = (
-    "silu",
-    "gelu",
-    "gelu-tanh",
-    "relu",
-    "relu2",
-    "sigmoid",
-    "tanh",
-    "identity",
-)
+_KINDS: tuple[ActivationKind, ...] = tuple(kind for kind in get_args(ActivationKind) if kind != "custom")
 _QUICK_GELU_ALPHA = 1.702
 _AGREEMENT = 2e-6
 """Float32 rounding of two orders of the same operations; gelu and its tanh form differ by 1e-4 and more."""

@@ -74,6 +74,9 @@ ELEMENTS: Mapping[str, int] = {} if module is None else module.ELEMENTS
 INTEGERS: tuple[str, ...] = () if module is None else module.INTEGERS
 """Those of ELEMENTS whose codes are multiplied as 8-bit integers."""
 
+TILED: tuple[str, ...] = () if module is None else module.TILED
+"""Those of ELEMENTS that tiles of bfloat16 hold."""
+
 SCALES: Mapping[str, int] = {} if module is None else module.SCALES
 """Of each dtype of scales, and of "none"."""
 

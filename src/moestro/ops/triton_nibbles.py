@@ -91,8 +91,12 @@ _FLOAT16_UINT4 = tl.constexpr(ASSEMBLY["uint4", "fp16"])
 
 @triton.jit
 def nibbles(words, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
-    """int16 words [BN, W] -> the floats of each one's four nibbles, four tensors [BN, W] of FLOAT (16 bits)."""
-    if INTERPRETED:
+    """int16 words [BN, W] -> the floats of each one's four nibbles, four tensors [BN, W] of FLOAT (16 bits).
+
+    Of float32 in the interpreter, and of elements that have no assembly.
+    """
+    ASSEMBLED: tl.constexpr = ELEMENT == "e2m1" or ELEMENT == "int4" or ELEMENT == "uint4"
+    if INTERPRETED or not ASSEMBLED:
         return (
             _one(words & 15, ELEMENT, FLOAT),
             _one((words >> 4) & 15, ELEMENT, FLOAT),
@@ -116,6 +120,15 @@ def nibbles(words, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
+def _look_up(code, VALUES: tl.constexpr):
+    """The value of each code, by a table of 16."""
+    value = tl.zeros(code.shape, tl.float32)
+    for i in tl.static_range(16):
+        value = tl.where(code == i, VALUES[i], value)
+    return value
+
+
+@triton.jit
 def _one(code, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
     """What the assembly makes of one nibble, in float32: the interpreter takes small bfloat16 for 0."""
     code = code.to(tl.int32)
@@ -124,6 +137,7 @@ def _one(code, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
     elif ELEMENT == "int4":
         bits = (code ^ 8) | (0x4300 if tl.bfloat16 == FLOAT else 0x6400)
     else:
+        tl.static_assert(ELEMENT == "uint4")
         bits = code | (0x4300 if tl.bfloat16 == FLOAT else 0x6400)
     if tl.bfloat16 == FLOAT:
         return (bits << 16).to(tl.float32, bitcast=True)

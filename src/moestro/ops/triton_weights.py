@@ -271,7 +271,7 @@ def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr):
     """acc + x @ tile^T with the scale of this step: acc float32 [BM, BN], or its transpose where SWAP, x [BM, BK]."""
     BK: tl.constexpr = x.shape[1]
     UNITS: tl.constexpr = w.columns > 0 and w.columns < BK and x.dtype == tl.float16
-    if w.element == "e2m1" or w.element == "int4" or w.element == "uint4":
+    if w.element != "dense" and w.element != "e4m3" and w.element != "int8":
         x = _reordered(tl.reshape(x, (x.shape[0], 4, BK // 32, 2, 4)), w)
     if INTERPRETED:
         x = x.to(tl.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -131,14 +132,18 @@ def prepare(logits: Tensor, scoring: Scoring, masked: Tensor | None) -> Tensor:
     return z if masked is None else z.masked_fill(masked, torch.finfo(z.dtype).min)
 
 
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda z: torch.softmax(z, dim=-1),
+    "sigmoid": torch.sigmoid,
+    # The clamp keeps the slope of the square root finite where softplus underflows.
+    "sqrtsoftplus": lambda z: F.softplus(z).clamp(min=TINY).sqrt(),
+}
+"""Of all logits that a token has, or of the selected ones. "sparsemixer" looks at both (`score_selected`)."""
+
+
 def score(z: Tensor, scoring: Scoring) -> Tensor:
     """The score function over the last dimension of prepared logits; same shape."""
-    if scoring.score == "softmax":
-        return torch.softmax(z, dim=-1)
-    if scoring.score == "sigmoid":
-        return torch.sigmoid(z)
-    # The clamp keeps the slope of the square root finite where softplus underflows.
-    return F.softplus(z).clamp(min=TINY).sqrt()
+    return _FUNCTIONS[scoring.score](z)
 
 
 def score_selected(z: Tensor, ids: Tensor, scoring: Scoring) -> Tensor:

@@ -5,8 +5,9 @@ Eager calls are differentiated by autograd itself; tests hold the two equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -124,19 +125,33 @@ def activation_backward(h: Tensor, grad: Tensor, activation: Activation) -> Tens
     return torch.cat([grad_gate, grad_up], dim=-1)
 
 
+def _silu(z: Tensor, activation: Activation) -> Tensor:
+    s = torch.sigmoid(activation.alpha * z)
+    return s * (1 + activation.alpha * z * (1 - s))
+
+
+def _gelu(approximate: str, z: Tensor, activation: Activation) -> Tensor:
+    slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
+    return slope
+
+
+def _sigmoid(z: Tensor, activation: Activation) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1 - s)
+
+
+SLOPES: dict[str, Callable[[Tensor, Activation], Tensor]] = {
+    "silu": _silu,
+    "gelu": partial(_gelu, "none"),
+    "gelu-tanh": partial(_gelu, "tanh"),
+    "relu": lambda z, activation: (z > 0).to(z.dtype),
+    "relu2": lambda z, activation: 2 * torch.relu(z),
+    "sigmoid": _sigmoid,
+    "tanh": lambda z, activation: 1 - torch.tanh(z).square(),
+    "identity": lambda z, activation: torch.ones_like(z),
+}
+"""By kind: the derivative of the named function at z. A graph with a gradient refuses the kinds that are not here."""
+
+
 def _slope(z: Tensor, activation: Activation) -> Tensor:
-    """The derivative of the named function at z."""
-    kind = activation.kind
-    if kind == "silu":
-        s = torch.sigmoid(activation.alpha * z)
-        return s * (1 + activation.alpha * z * (1 - s))
-    if kind in ("gelu", "gelu-tanh"):
-        approximate = "tanh" if kind == "gelu-tanh" else "none"
-        slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
-        return slope
-    if kind == "sigmoid":
-        s = torch.sigmoid(z)
-        return s * (1 - s)
-    if kind == "tanh":
-        return 1 - torch.tanh(z).square()
-    return {"relu": (z > 0).to(z.dtype), "relu2": 2 * torch.relu(z), "identity": torch.ones_like(z)}[kind]
+    return SLOPES[activation.kind](z, activation)

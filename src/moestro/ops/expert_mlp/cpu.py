@@ -117,6 +117,9 @@ def _wrong_input_format(isa: native.Isa, weights: ExpertWeights) -> str | None:
         return f"it multiplies inputs of floats or int8, and these are to be rounded to {weights.input_format}"
     if not isa.multiplies_int8:
         return "it multiplies inputs of floats only, and these are to be rounded to int8"
+    for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
+        if form.element == "int8" and form.scaling is not None and form.scaling.columns:
+            return f"it multiplies int8 inputs by int8 weights with a scale a row, and {name} is stored as {form.name}"
     columns, most = max(weights.hidden_size, weights.intermediate_size), native.LIMITS["most_int8_columns"]
     if columns > most:
         return f"it adds products of int8 in 32 bits, {most} of a row at most, and here are {columns}"
@@ -129,7 +132,7 @@ def _wrong_dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | No
     if x.dtype != torch.bfloat16:
         return f"it multiplies bfloat16, and x is of {x.dtype}"
     for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
-        if form.is_dense and form.storage != torch.bfloat16:
+        if form.element not in native.TILED:
             return f"it multiplies bfloat16, and {name} is stored as {form.name}"
     return _wrong_tiles(weights)
 

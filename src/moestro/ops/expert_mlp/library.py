@@ -18,7 +18,7 @@ from moestro.formats import SplitTensor, StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton
-from moestro.ops.expert_mlp.backward import expert_mlp_backward
+from moestro.ops.expert_mlp.backward import SLOPES, expert_mlp_backward
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights, Layout, Parts, unstacked_spans
 
@@ -28,7 +28,8 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
 
     Raises:
         UnsupportedError: the weights carry a Python function, which a graph cannot hold; are of a format without a
-            name; or are not one dense stack and require a gradient; rows are rounded, and anything requires one.
+            name; or are not one dense stack and require a gradient; rows are rounded, or the activation's slope is not
+            known, and anything requires one.
     """
     if weights.activation.function is not None or weights.output_norm is not None:
         raise unsupported(
@@ -39,9 +40,12 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
         )
     gate_up, down = list(weights.gate_up.tensors), list(weights.down.tensors)
     layout = f"{write_layout(weights.gate_up)}|{write_layout(weights.down)}"
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors))
+    if trains and weights.activation.kind not in SLOPES:
+        raise _no_slope(weights.activation.kind)
     if weights.input_format != "float":
         layout = f"{layout}|{weights.input_format}"
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors)):
+        if trains:
             raise _input_format_refused(weights.input_format)
     if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
         raise _untrained(layout)
@@ -92,6 +96,15 @@ def _input_format_refused(input_format: str) -> UnsupportedError:
         got=f"torch.compile with {input_format} inputs, and a tensor that requires a gradient",
         needs="no gradient, which rounding does not have",
         fix="Call it under torch.no_grad(), or leave inputs as float.",
+    )
+
+
+def _no_slope(kind: str) -> UnsupportedError:
+    return unsupported(
+        "expert_mlp",
+        got=f"torch.compile with the activation {kind!r}, and a tensor that requires a gradient",
+        needs=f"one of {', '.join(SLOPES)}, whose slopes are known in a graph",
+        fix="Call it under torch.no_grad(), or keep the layer out of the graph (torch.compiler.disable).",
     )
 
 
@@ -263,6 +276,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     gate_up, down = stored[: ctx.num_gate_up], stored[ctx.num_gate_up :]
     wants = ctx.needs_input_grad
     needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
+    if _decode(ctx.words[1]).kind not in SLOPES:
+        raise _no_slope(_decode(ctx.words[1]).kind)
     if ctx.words[2].count("|") > 1:
         raise _input_format_refused(ctx.words[2].rpartition("|")[2])
     if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:

@@ -30,6 +30,9 @@ def why_unreadable(stored: StoredExperts) -> str | None:
     form = stored.format
     if form.element not in native.ELEMENTS or formats.FORMATS.get(form.name) != form:
         return f"it does not read {form.name}, in which {{name}} is stored"
+    reason = _unread_scaling(form)
+    if reason is not None:
+        return f"{reason}, and {{name}} is stored as {form.name}"
     matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
     if any(
         m.data.dtype != form.storage for m in matrices
@@ -41,6 +44,18 @@ def why_unreadable(stored: StoredExperts) -> str | None:
         if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:
             return "it reads rows, and {name} is not contiguous along what a product sums over"
     return no_extent(*stored.tensors)
+
+
+def _unread_scaling(form: WeightFormat) -> str | None:
+    """Why the engine does not read scales for such weights; None if it does."""
+    if form.scaling is None:
+        return None
+    columns, least = form.scaling.columns, 16 if form.per_item == 2 else 32
+    if form.scaling.zeros != (form.element == "uint4"):
+        return "it reads zero points of uint4 and of no other element"
+    if columns and (columns < least or columns & (columns - 1)):
+        return f"it reads scales of a row, or of a power of two of its columns, here at least {least}"
+    return None
 
 
 def _uneven_matrices(stored: SplitTensor) -> str | None:

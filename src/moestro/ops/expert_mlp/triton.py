@@ -27,11 +27,21 @@ if TYPE_CHECKING:
 
 _INPUT_DTYPES = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DECODED = {"e4m3": 128, "int8": 128, "e2m1": 16, "int4": 16, "uint4": 16}
+"""Elements that kernels decode, and the fewest columns of a group: of 8-bit weights, those of the longest step."""
 
 
 @functools.cache
 def _launches() -> ModuleType:
     return importlib.import_module("moestro.ops.expert_mlp.triton_launch")
+
+
+def _has_activation(kind: str) -> bool:
+    """Whether kernels compute it, for code that a tracer follows."""
+    return kind in importlib.import_module("moestro.ops.expert_mlp.triton_kernels").KINDS
+
+
+setattr(_has_activation, "_dynamo_marked_constant", True)  # noqa: B010  (as in `moestro.ops.gpu`)
 
 
 def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
@@ -85,6 +95,8 @@ def _no_layer(weights: ExpertWeights) -> str | None:
     """Why these kernels have no layer like this; None if they do."""
     if weights.activation.kind == "custom" or weights.output_norm is not None:
         return PYTHON_FUNCTION
+    if not _has_activation(weights.activation.kind):
+        return f"it has no activation {weights.activation.kind!r}"
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
@@ -99,6 +111,9 @@ def _unread(name: str, stored: StoredExperts) -> str | None:
     form = stored.format
     if not formats.is_registered(form) or form.storage == torch.float64:
         return f"it does not read {form.name}, in which {name} is stored"
+    reason = None if form.is_dense else _undecoded(form)
+    if reason is not None:
+        return f"{reason}, and {name} is stored as {form.name}"
     matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
     for matrix in matrices:
         if matrix.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
@@ -106,6 +121,21 @@ def _unread(name: str, stored: StoredExperts) -> str | None:
         if form.per_item == 2 and not _is_words(matrix.data):
             return f"it reads two bytes at once, and those of {name} are not in rows at even addresses"
     return _no_table(name, stored.matrices) if isinstance(stored, SplitTensor) else None
+
+
+def _undecoded(form: WeightFormat) -> str | None:
+    """Why kernels do not decode a packed format; None if they do."""
+    scaling, least = form.scaling, _DECODED.get(form.element)
+    if least is None or scaling is None or form.per_item not in (1, 2):
+        return f"it decodes {', '.join(_DECODED)}"
+    if scaling.zeros != (form.element == "uint4"):
+        return "it reads zero points of uint4 and of no other element"
+    columns, rows = scaling.columns, scaling.rows
+    if form.per_item == 2 and (rows != 1 or columns < least or columns & (columns - 1)):
+        return f"it reads scales of four-bit weights for a power of two of a row's columns, at least {least}"
+    if form.per_item == 1 and (columns % least or (columns and not rows)):
+        return f"it reads scales of 8-bit weights for whole rows, or for blocks of a multiple of {least} columns"
+    return None
 
 
 def _no_table(name: str, experts: tuple[tuple[PackedTensor, ...], ...]) -> str | None:

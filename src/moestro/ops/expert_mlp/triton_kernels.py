@@ -208,6 +208,10 @@ def tanh(z):
     return tl.where(tl.abs(z) < 0.25, near, tl.where(z < 0, -far, far))
 
 
+KINDS = ("silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity")
+"""What `activation` computes."""
+
+
 @triton.jit
 def activation(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
     """The function that an `Activation` names."""
