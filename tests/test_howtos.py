@@ -25,6 +25,7 @@ FILES: dict[str, list[list[str]]] = {
     ],
     "add-an-architecture": [["src/moestro/hf/families/parrot.py", "src/moestro/hf/families/__init__.py"]],
     "add-a-dispatcher": [["slices.py"]],
+    "add-an-op": [["src/moestro/ops/topk/by_hand.py", "src/moestro/ops/topk/__init__.py"]],
     "add-an-instruction-set": [
         ["csrc/bytes_avx2.h", "csrc/isa/avx2_vnni.cpp", "csrc/isas.cpp", "CMakeLists.txt"],
     ],
