@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,10 @@ FILES: dict[str, list[list[str]]] = {
     ],
     "add-an-architecture": [["src/moestro/hf/families/parrot.py", "src/moestro/hf/families/__init__.py"]],
     "add-a-dispatcher": [["slices.py"]],
+    "add-an-op": [["src/moestro/ops/topk/by_hand.py", "src/moestro/ops/topk/__init__.py"]],
+    "add-an-instruction-set": [
+        ["csrc/bytes_avx2.h", "csrc/isa/avx2_vnni.cpp", "csrc/isas.cpp", "CMakeLists.txt"],
+    ],
     "add-a-format": [
         ["src/moestro/formats/fp4.py"],
         ["src/moestro/formats/mxfp8.py", "src/moestro/formats/registry.py"],
@@ -71,12 +76,25 @@ def run_python(block: Block, tree: Path) -> None:
     run([sys.executable, "-c", source], block, tree, {**os.environ, **settings})
 
 
-def run_cpp(block: Block, tree: Path) -> None:
-    """Compile a `try.cpp` with the headers of the changed tree, and run it."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or pytest.skip("there is no C++ compiler")
-    command = [compiler, "-std=c++17", "-O0", "-I", str(tree / "csrc"), block.path, "-o", "try"]
-    for step in (command, ["./try"]):
-        run(step, block, tree, dict(os.environ))
+def run_cpp(block: Block, tree: Path, changed: list[str]) -> None:
+    """Compile a `try.cpp` with the headers of the changed tree, and run it.
+
+    Its first line may name further flags and sources: ``// flags: -mavx2 csrc/processor.cpp``. Sources of the engine
+    that the page has changed must compile too.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    first = block.text.split("\n", 1)[0]
+    flags = shlex.split(first.removeprefix("// flags:")) if first.startswith("// flags:") else []
+    options = [*compiler, "-std=c++17", "-O0", "-I", "csrc", *(flag for flag in flags if flag.startswith("-"))]
+    preprocess = [*options, "-E", "-x", "c++", os.devnull]
+    if shutil.which(compiler[0]) is None or subprocess.run(preprocess, cwd=tree, capture_output=True).returncode:
+        pytest.skip(f"{compiler[0]} is not there, or does not take {' '.join(flags)}")
+    for source in changed:
+        if source.startswith("csrc/") and source.endswith(".cpp"):
+            run([*options, "-fsyntax-only", source], block, tree, dict(os.environ))
+    sources = [block.path, *(flag for flag in flags if not flag.startswith("-"))]
+    run([*options, *sources, "-o", "try"], block, tree, dict(os.environ))
+    run(["./try"], block, tree, dict(os.environ))
 
 
 def run(command: list[str], block: Block, tree: Path, environment: dict[str, str]) -> None:
@@ -86,13 +104,15 @@ def run(command: list[str], block: Block, tree: Path, environment: dict[str, str
 
 @pytest.mark.parametrize("page", FILES)
 def test_a_page_is_true(page: str, tree: Path) -> None:
-    trials = 0
+    changed: list[str] = []
     for block in read_blocks(PAGES / f"{page}.md"):
         apply(block, tree)
-        if block.is_trial:
-            trials += 1
-            (run_python if block.path.endswith(".py") else run_cpp)(block, tree)
-    assert trials > 0
+        if not block.is_trial:
+            changed.append(block.path)
+        elif block.path.endswith(".py"):
+            run_python(block, tree)
+        else:
+            run_cpp(block, tree, changed)
 
 
 @pytest.mark.parametrize("page", FILES)

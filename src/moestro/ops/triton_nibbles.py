@@ -98,10 +98,10 @@ def nibbles(words, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
     ASSEMBLED: tl.constexpr = ELEMENT == "e2m1" or ELEMENT == "int4" or ELEMENT == "uint4"
     if INTERPRETED or not ASSEMBLED:
         return (
-            _one(words & 15, ELEMENT, FLOAT),
-            _one((words >> 4) & 15, ELEMENT, FLOAT),
-            _one((words >> 8) & 15, ELEMENT, FLOAT),
-            _one((words >> 12) & 15, ELEMENT, FLOAT),
+            _value(words & 15, ELEMENT, FLOAT),
+            _value((words >> 4) & 15, ELEMENT, FLOAT),
+            _value((words >> 8) & 15, ELEMENT, FLOAT),
+            _value((words >> 12) & 15, ELEMENT, FLOAT),
         )
     elif tl.bfloat16 == FLOAT:
         TEXT: tl.constexpr = (
@@ -129,9 +129,19 @@ def _look_up(code, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _one(code, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
-    """What the assembly makes of one nibble, in float32: the interpreter takes small bfloat16 for 0."""
+def _value(code, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
+    """One nibble in float32: what the assembly makes of it, or, where there is none, its value."""
     code = code.to(tl.int32)
+    if ELEMENT == "e2m1" or ELEMENT == "int4" or ELEMENT == "uint4":
+        return _assembled(code, ELEMENT, FLOAT)
+    else:
+        tl.static_assert(False)
+        return code
+
+
+@triton.jit
+def _assembled(code, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
+    """What the assembly makes of one nibble, in float32: the interpreter takes small bfloat16 for 0."""
     if ELEMENT == "e2m1":
         bits = ((code & 8) << 12) | ((code & 7) << (6 if tl.bfloat16 == FLOAT else 9))
     elif ELEMENT == "int4":
