@@ -20,7 +20,7 @@ from moestro.ops.grouping import GROUPING, group_by_expert
 from moestro.ops.projection import PROJECTION, projection
 from moestro.ops.topk import TOPK, topk
 from moestro.routing.scoring import Scoring
-from moestro.routing.selection import ROUTE, route
+from moestro.routing.selection import ROUTE, as_routed, route
 from moestro.weights import ExpertWeights
 
 _OPERATIONS: dict[Callable[..., Any], tuple[Operation, int, int]] = {
@@ -102,6 +102,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         x = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
             routing = operation.route(x)
+            if operation.dispatcher is not None:
+                x, routing, _ = operation.dispatcher.dispatch(x, routing)
         return explain(operation.experts, x, routing)
     if isinstance(operation, Experts):
         x, routing = _arguments("Experts", arguments, 2, 2)
@@ -112,7 +114,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         raise invalid_input(
             "explain",
             got=f"{type(operation).__name__} {getattr(operation, '__name__', '')}".strip(),
-            needs="moestro.expert_mlp, moestro.topk, moestro.group_by_expert, or an Experts or MoE module",
+            needs="moestro.expert_mlp, topk, group_by_expert, routing.route, ops.projection.projection, an Experts or "
+            "MoE module",
             fix="Pass the function itself and its arguments after it; of a model, one of its expert layers.",
         )
     chooser, least, most = _OPERATIONS[operation]
@@ -146,7 +149,10 @@ def _with_defaults(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         "route": (None, None, "softmax-renormalized", None, None),
     }
     whole = (*arguments, *defaults.get(name, ())[len(arguments) :])
-    return (*whole[:2], Scoring.of(whole[2]), *whole[3:]) if name == "route" else whole
+    if name != "route":
+        return whole
+    logits, top_k, scoring, *rest = whole
+    return as_routed(logits), top_k, Scoring.of(scoring), *rest
 
 
 def _describe(weights: ExpertWeights, chosen: str | None) -> str:

@@ -46,7 +46,8 @@ class Routing:
     weight_on: WeightOn = "output"
 
     checked_for: ClassVar[int | None] = None
-    """The number of experts that the values are known to fit; None until `check`. Of one value, never of a copy."""
+    """The number of experts that the values are known to fit; None until `check`. What is written into the
+    tensors afterwards is not looked at: an id outside 0..E-1 is then an empty slot."""
 
     def __post_init__(self) -> None:
         ids, weights = self.expert_ids, self.routing_weights

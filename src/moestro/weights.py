@@ -192,7 +192,7 @@ class Parts:
         tensors = self.tensors
         if self.words is None:
             return None
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        recorded = tuple(t.requires_grad for t in tensors) if torch.is_grad_enabled() else None
         return recorded, self.words, tensors[0].data_ptr(), tensors[-1].data_ptr()
 
     def read_by(self, experts: Iterable[int]) -> list[int] | None:

@@ -6,15 +6,20 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import moestro
-from moestro import Activation, Experts, Routing, reference
+from moestro import Activation, Experts, ExpertWeights, Routing, reference
+from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.formats import SplitTensor, dense
 from moestro.ops import dispatch, native
-from moestro.ops.expert_mlp import EXPERT_MLP
+from moestro.ops.expert_mlp import EXPERT_MLP, cpu, library
+from moestro.ops.expert_mlp import run as run_below
+from moestro.routing import route
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -332,3 +337,98 @@ def test_modules_are_copied_and_pickled_as_before():
     assert given["gate_up"].grad is not None
     assert experts.weights.gate_up.data is experts.gate_up
     copy.deepcopy(experts)
+
+
+def node(x, ids, w, weights):
+    layout = f"{library.write_layout(weights.gate_up)}|{library.write_layout(weights.down)}"
+    stored = [*weights.gate_up.tensors], [*weights.down.tensors], weights.gate_up_bias, weights.down_bias
+    return torch.ops.moestro.expert_mlp(x, ids, w, *stored, "output", weights.activation.code, layout, "auto")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, ids, w: (x[:, :8], ids, w),
+        lambda x, ids, w: (torch.cat([x, x]), ids, w),
+        lambda x, ids, w: (x, ids, w[:2]),
+        lambda x, ids, w: (x, ids, w.bfloat16()),
+        lambda x, ids, w: (x, ids.short(), w),
+    ],
+)
+def test_a_node_refuses_what_does_not_belong_together(change):
+    """As a graph may hand it over that was made for other shapes: the engine would read and write outside."""
+    x, routing, weights = case()
+    given = change(x, routing.expert_ids, routing.routing_weights)
+    with pytest.raises(InvalidInputError, match="expert_mlp"):
+        node(*given, weights)
+    with pytest.raises(InvalidInputError, match="expert_mlp"):
+        run_below(given[0], Routing.unchecked(*given[1:], "output"), weights)
+
+
+def test_unstacked_experts_of_a_storage_made_smaller():
+    x, routing, _ = case()
+    stack, down = torch.randn(6, 64, 32), torch.randn(6, 32, 32)
+    split = [SplitTensor(tuple((dense(t),) for t in each.unbind(0))) for each in (stack, down)]
+    weights = ExpertWeights(*split)
+    compute(x, routing, weights)
+    stack.untyped_storage().resize_(4096)
+    found = dispatch.candidates(EXPERT_MLP, x, routing, weights, "auto")[f"cpu-{RUNNING[0].name}"]
+    assert "made smaller" in found
+    stack.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match="hold memory, of every expert"):
+        run(RUNNING[0], x, routing, weights)
+
+
+def test_each_tensors_gradient_is_in_the_key():
+    logits, correction = torch.randn(4, 8), nn.Parameter(torch.randn(8))
+    assert route(logits, 2, correction=correction).routing_weights.grad_fn is None
+    assert route(logits.clone().requires_grad_(), 2, correction=correction).routing_weights.grad_fn is not None
+
+
+def test_many_unstacked_experts_turned_where_they_lie():
+    sizes = problems.Sizes(5, 32, 32, 40, 2)
+    weights = apart(problems.weights(sizes, Activation(), torch.float32))
+    assert len(weights.tensors) > dispatch.MANY
+    x, routing = torch.randn(5, 32), problems.routing(sizes, kind="full")
+    compute(x, routing, weights)
+    for t in weights.down.tensors:
+        t.data = t.data.t()
+    assert_close(moestro.expert_mlp(x, routing, weights), reference.expert_mlp(x, routing, weights))
+
+
+def test_ranges_that_are_asked_for_are_in_the_key(made):
+    x, routing, weights = case()
+    compute(x, routing, weights)
+    with cpu.cut_into(3):
+        compute(x, routing, weights)
+    compute(x, routing, weights)
+    assert len(made) == 2
+
+
+def test_threads_that_prepare_at_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_KEPT", 8)
+    x, routing, weights = case()
+    failed = []
+
+    def repeat():
+        try:
+            for n in range(300):
+                size = n % 5 + 1
+                part = Routing(routing.expert_ids[:size], routing.routing_weights[:size])
+                moestro.expert_mlp(x[:size].clone(), part, weights, f"blockwise-{n % 7 + 1}")
+        except Exception as error:  # whatever it is
+            failed.append(error)
+
+    threads = [threading.Thread(target=repeat) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_explain_asks_what_the_call_asks():
+    x, routing, weights = case()
+    with pytest.raises(InvalidInputError, match="expert_mlp"):
+        moestro.explain(moestro.expert_mlp, torch.cat([x, x]), routing, weights)
+    assert moestro.explain(route, torch.randn(3, 8).bfloat16(), 2).chosen == "cpu-native"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +63,6 @@ class Prepared:
         threads: threads of the host that compute; 0 where PyTorch's own operations do.
         workspace_bytes: memory beside arguments and result; None where PyTorch's own operations allocate it.
         kernels: what exactly runs for these very arguments, as far as the implementation can tell.
-        values: arguments that are no tensors and that a call key names by their numbers; they live as long as this.
         routed_only: whether of unstacked experts it reads those that ids name, and no others.
     """
 
@@ -73,7 +73,6 @@ class Prepared:
     threads: int = 0
     workspace_bytes: int | None = None
     kernels: Callable[..., tuple[KernelUse, ...]] = field(default=_no_kernels, repr=False)
-    values: tuple[Any, ...] = field(default=(), repr=False)
     routed_only: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
@@ -113,6 +112,7 @@ class Operation:
     Attributes:
         name: what explanations and errors call it.
         implementations: the priority list.
+        check: raises where its arguments do not belong together; asked where a call is prepared.
         look: what is looked at of its arguments; None where nothing may be kept. What is kept goes when the first of
             its tensors goes.
         routed: of its arguments, the indices of `look`'s tensors that a call of routed experts only reads; None for
@@ -121,6 +121,7 @@ class Operation:
 
     name: str
     implementations: tuple[Implementation, ...]
+    check: Callable[..., None] = lambda *arguments: None
     look: Callable[..., Looked | None] = lambda *arguments: None
     routed: Callable[..., Sequence[int] | None] = lambda *arguments: None
 
@@ -134,6 +135,7 @@ class _Kept:
 
 _OPERATIONS: dict[str, Operation] = {}
 _KEPT: dict[Hashable, _Kept] = {}
+_KEEPING = threading.Lock()
 
 Observer = Callable[[Operation, Prepared, tuple[Any, ...], Any], object]
 _OBSERVERS: contextvars.ContextVar[tuple[Observer, ...]] = contextvars.ContextVar("observers", default=())
@@ -194,27 +196,32 @@ def prepare(operation: Operation, *arguments: Any) -> Prepared:
 
 def _is_current(kept: _Kept, tensors: Sequence[Tensor], operation: Operation, arguments: tuple[Any, ...]) -> bool:
     """Whether every tensor that the call reads lies as it lay. There is no other rule of staleness."""
-    read, brief = operation.routed(*arguments) if kept.prepared.routed_only else None, len(tensors) > MANY
-    if read is None:
-        return kept.layout == layout_key(tensors, brief)
-    now = layout_key([tensors[i] for i in read], brief)
-    return all([before[i] for i in read] == own for before, own in zip(kept.layout, now, strict=True))
+    read = operation.routed(*arguments) if kept.prepared.routed_only else None
+    if read is not None:
+        now = layout_key([tensors[i] for i in read])
+        return all([before[i] for i in read] == own for before, own in zip(kept.layout, now, strict=True))
+    if len(tensors) > MANY:
+        return kept.layout[:1] == layout_key(tensors, brief=True)
+    return kept.layout == layout_key(tensors)
 
 
 def _keep(key: Hashable, prepared: Prepared, tensors: Sequence[Tensor]) -> None:
-    while len(_KEPT) >= MOST_KEPT:
-        _KEPT.pop(next(iter(_KEPT)), None)
     owner = weakref.ref(tensors[0], functools.partial(_drop, key)) if tensors else None
-    _KEPT[key] = _Kept(prepared, layout_key(tensors, len(tensors) > MANY), owner)
+    kept = _Kept(prepared, layout_key(tensors), owner)
+    with _KEEPING:
+        while len(_KEPT) >= MOST_KEPT:
+            _KEPT.pop(next(iter(_KEPT)), None)
+        _KEPT[key] = kept
 
 
 def _drop(key: Hashable, owner: weakref.ref[Any], prepared: dict[Hashable, _Kept] = _KEPT) -> None:
     kept = prepared.get(key)
     if kept is not None and kept.owner is owner:
-        del prepared[key]
+        prepared.pop(key, None)
 
 
 def _first(operation: Operation, arguments: tuple[Any, ...]) -> Prepared:
+    operation.check(*arguments)
     entries = allowed(operation)
     reasons = []
     for entry in entries:
@@ -254,7 +261,12 @@ def allowed(operation: Operation) -> tuple[Implementation, ...]:
 
 
 def candidates(operation: Operation, *arguments: Any) -> dict[str, Prepared | str]:
-    """Every implementation in order of priority: prepared, or the reason why it cannot run these arguments."""
+    """Every implementation in order of priority: prepared, or the reason why it cannot run these arguments.
+
+    Raises:
+        InvalidInputError: the arguments do not belong together.
+    """
+    operation.check(*arguments)
     return {i.name: i.prepare(*arguments) for i in operation.implementations}
 
 

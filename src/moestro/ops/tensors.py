@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _KINDS = frozenset(_ORDINARY)
 _facts = attrgetter("dtype", "shape", "device")
+_wants_gradient = attrgetter("requires_grad")
 _CPU = torch.device("cpu")
 _LAYOUT = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype", "shape"), Tensor.is_neg)
 
@@ -83,10 +84,23 @@ def call_key(*tensors: Tensor) -> tuple[Any, ...] | None:
     """All of the tensors but their addresses that decides how a call is computed; None where no call is like it."""
     if not _KINDS.issuperset(map(type, tensors)) or is_intercepted() or forward_ad._current_level >= 0:
         return None
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    recorded = tuple(map(_wants_gradient, tensors)) if torch.is_grad_enabled() else None
     return recorded, *map(_facts, tensors), *map(Tensor.stride, tensors), *map(Tensor.is_neg, tensors)
 
 
 def layout_key(tensors: Sequence[Tensor], brief: bool = False) -> list[list[Any]]:
     """Where and how tensors lie: what `.to()`, `.data =`, `resize_` and the like change; where brief, where."""
     return [list(map(fact, tensors)) for fact in (_LAYOUT[:1] if brief else _LAYOUT)]
+
+
+def without_autocast(x: Tensor, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same outside autocast: the dtypes of the arguments say what is computed in."""
+    kind = x.device.type
+
+    def called(*arguments: Any) -> Tensor:
+        if not torch.is_autocast_enabled(kind):
+            return compute(*arguments)
+        with torch.autocast(kind, enabled=False):
+            return compute(*arguments)
+
+    return called

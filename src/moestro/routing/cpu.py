@@ -53,7 +53,7 @@ def prepare(
             return Routing.unchecked(ids, weights, scoring.weight_on)
         return plain(logits, top_k, scoring, correction, groups)
 
-    return Prepared("cpu-native", compute, threads=threads, values=(scoring, groups))
+    return Prepared("cpu-native", compute, threads=threads)
 
 
 def why_unsupported(logits: Tensor, scoring: Scoring, correction: Tensor | None) -> str | None:

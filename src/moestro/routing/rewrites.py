@@ -29,7 +29,7 @@ def expert_counts(routing: Routing, num_experts: int) -> Tensor:
 
 def token_weight(routing: Routing) -> Tensor:
     """The sum of the weights of each token's used slots, [T]."""
-    return routing.routing_weights.masked_fill(routing.expert_ids == EMPTY, 0.0).sum(-1)
+    return routing.routing_weights.masked_fill(routing.expert_ids < 0, 0.0).sum(-1)
 
 
 def rescale(routing: Routing, total: float | Tensor = 1.0) -> Routing:
@@ -39,7 +39,7 @@ def rescale(routing: Routing, total: float | Tensor = 1.0) -> Routing:
         routing: [T, K].
         total: one value, or [T]: `token_weight` of the routing before a rewrite restores what the rewrite took.
     """
-    weights = routing.routing_weights.masked_fill(routing.expert_ids == EMPTY, 0.0)
+    weights = routing.routing_weights.masked_fill(routing.expert_ids < 0, 0.0)
     now = weights.sum(-1, keepdim=True)
     goal = total.unsqueeze(-1) if isinstance(total, Tensor) else total
     return replace(routing, routing_weights=weights * (goal / now.masked_fill(now == 0, 1.0)))
@@ -87,7 +87,7 @@ def remap(routing: Routing, mapping: Tensor) -> Routing:
         )
     ids = routing.expert_ids
     renamed = _look_up(mapping.to(ids.dtype), ids)
-    return routing.with_ids(renamed.masked_fill(ids == EMPTY, EMPTY))
+    return routing.with_ids(renamed.masked_fill(ids < 0, EMPTY))
 
 
 def _look_up(table: Tensor, ids: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def keep_confident(routing: Routing, min_share: float = 0.0, mass: float = 1.0) 
             needs="0 <= min_share <= 1 and 0 < mass <= 1",
             fix="min_share=0.1 drops slots ten times weaker than the best; mass=0.9 drops the last tenth.",
         )
-    weights = routing.routing_weights.detach().abs().masked_fill(routing.expert_ids == EMPTY, 0.0)
+    weights = routing.routing_weights.detach().abs().masked_fill(routing.expert_ids < 0, 0.0)
     falling, order = weights.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(falling, dtype=torch.bool)
     if min_share > 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -73,6 +74,13 @@ class Scoring:
         _require(cap is None or 0 < cap < float("inf"), "logit_softcap", self, "None or a finite cap above 0")
         if self.score == "sparsemixer":
             _require(self.select_on == "logits", "select_on", self, '"logits" for the score "sparsemixer"')
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, value: str | Scoring) -> Scoring:

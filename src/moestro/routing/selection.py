@@ -51,7 +51,7 @@ def route(
     """
     scoring = Scoring.of(scoring)
     _check_sizes(logits, top_k, scoring, correction, groups)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = as_routed(logits)
     routing: Routing = dispatch.run(ROUTE, logits, top_k, scoring, correction, groups)
     return routing.mark_checked(logits.shape[-1])  # by construction
 
@@ -79,6 +79,11 @@ def _plain(
         ids = torch.cat([ids, shared], dim=-1)
         empty = None if empty is None else F.pad(empty, (0, scoring.shared_experts))
     return _weighted(z, ranked, ids, empty, scoring)
+
+
+def as_routed(logits: Tensor) -> Tensor:
+    """The logits in the dtype that routing is computed in: float32, or float64 if they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def weigh(logits: Tensor, expert_ids: Tensor, scoring: str | Scoring = "softmax-renormalized") -> Routing:
@@ -203,14 +208,12 @@ def _look(
     if tensors is None:
         return None
     aligned = logits.is_cpu or gpu.alignment(*given)
-    # Numbers of values that the prepared call keeps alive, so that nothing else has them.
-    values = id(scoring), id(groups)
     where = settings.current().implementation, torch.get_num_threads()
-    return ("route", where, top_k, values, aligned, tensors), ()
+    return ("route", where, top_k, scoring, groups, aligned, tensors), ()
 
 
 def _prepare_plain(name: str, *arguments: Any) -> dispatch.Prepared:
-    return dispatch.Prepared(name, _plain, values=(arguments[2], arguments[4]))
+    return dispatch.Prepared(name, _plain)
 
 
 ROUTE = dispatch.register(
@@ -225,6 +228,6 @@ ROUTE = dispatch.register(
                 for name in ("torch", "branchless", "reference")
             ),
         ),
-        _look,
+        look=_look,
     )
 )

@@ -73,7 +73,7 @@ def prepare(
                 launch(-(-num_tokens // block_t), logits, correction, ids, weights, num_tokens, stride, *numbers)
         return Routing.unchecked(ids, weights, scoring.weight_on)
 
-    return Prepared("triton", compute, values=(scoring, groups))
+    return Prepared("triton", compute)
 
 
 def why_unsupported(

@@ -21,6 +21,7 @@ from moestro.weights import ExpertWeights
 __all__ = ["expert_mlp"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32, torch.float64)
 
 
 def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
@@ -47,8 +48,10 @@ def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: st
     if torch.compiler.is_compiling():
         check_values(routing, weights.num_experts)
         return library.traced(x, routing, weights, strategy)
-    check_arguments(x, routing, weights)
-    check_values(routing, weights.num_experts)
+    check_call("expert_mlp", x, routing, weights)
+    if routing.checked_for is None or routing.checked_for > weights.num_experts:
+        check_arguments(x, routing, weights, strategy)  # first, for they say more than values do
+        check_values(routing, weights.num_experts)
     y: Tensor = dispatch.call(EXPERT_MLP, x, routing, weights, strategy)
     return y
 
@@ -62,9 +65,7 @@ def run(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "au
 
 
 def check_values(routing: Routing, num_experts: int) -> None:
-    """Check ids and weights, once for each routing: in one pass of the engine or one launch, where they lie so."""
-    if routing.checked_for is not None and routing.checked_for <= num_experts:
-        return
+    """Check ids and weights: in one pass of the engine or one launch, where they lie so."""
     values = routing.expert_ids, routing.routing_weights, num_experts
     if native.ids_and_weights_fit(*values) or gpu_checks.check(*values):
         routing.mark_checked(num_experts)
@@ -72,15 +73,23 @@ def check_values(routing: Routing, num_experts: int) -> None:
         routing.check(num_experts, "expert_mlp")
 
 
-def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
-    """Refuse shapes, dtypes and devices that do not fit."""
-    check_call("expert_mlp", x, routing, weights)
+def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> None:
+    """Refuse shapes, dtypes and devices that do not belong together."""
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.dtype not in _DTYPES:
         raise invalid_input(
             "expert_mlp",
             got=f"x {list(x.shape)} of {x.dtype}",
             needs=f"[num_tokens, {weights.hidden_size}] of float32, bfloat16, float16 or float64",
             fix="Flatten batch and sequence: x.reshape(-1, hidden_size).",
+        )
+    ids, routing_weights = routing.expert_ids, routing.routing_weights
+    if ids.dtype not in _IDS or routing_weights.dtype not in _WEIGHTS or routing_weights.shape != ids.shape:
+        raise invalid_input(
+            "expert_mlp",
+            got=f"expert_ids {list(ids.shape)} of {ids.dtype} and routing_weights {list(routing_weights.shape)} of "
+            f"{routing_weights.dtype}",
+            needs="int32 or int64 ids and float32 or float64 weights of one shape",
+            fix="Build the routing with moestro.Routing, which checks them.",
         )
     if routing.num_tokens != x.shape[0]:
         raise invalid_input(
@@ -107,7 +116,7 @@ def _look(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) ->
     aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.alignment(x, ids, routing_weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     where = forced.implementation, forced.strategy, strategy, deterministic, torch.get_num_threads()
-    return ("expert_mlp", where, routing.weight_on, aligned, given, words), parts.tensors
+    return ("expert_mlp", where, cpu.ranges_asked(), routing.weight_on, aligned, given, words), parts.tensors
 
 
 def _routed(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Sequence[int] | None:
@@ -127,6 +136,7 @@ EXPERT_MLP = dispatch.register(
             dispatch.Implementation("torch", plain.prepare),
             dispatch.Implementation("reference", reference.prepare),
         ),
+        check_arguments,
         _look,
         _routed,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import SplitTensor
 from moestro.ops import native
 from moestro.ops.dispatch import KernelUse, Prepared
@@ -43,7 +44,11 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         held = _rows_of((weights.gate_up_bias, weights.down_bias)) if copied else None
         call = handle if held is None else _handle(isa, x, routing, weights, held, how)
-        call.run(threads, rows.shape[0], rows.data_ptr(), rows.stride(0), ids.data_ptr(), w.data_ptr(), out.data_ptr())
+        given = rows.data_ptr(), rows.stride(0), ids.data_ptr(), w.data_ptr(), out.data_ptr()
+        try:
+            call.run(threads, rows.shape[0], *given)
+        except ValueError as error:
+            raise _refused(error) from None
         return out
 
     def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
@@ -60,6 +65,16 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         handle.workspace_bytes(x.shape[0]),
         kernels,
         routed_only=walk == "grouped",
+    )
+
+
+def _refused(error: ValueError) -> UnsupportedError:
+    """What the engine finds in ids, and nothing on this side looks for."""
+    return unsupported(
+        "expert_mlp",
+        got=str(error),
+        needs="tensors that hold memory, of every expert that the routing names",
+        fix="Bring the experts' weights back into memory before they are routed to.",
     )
 
 
@@ -91,6 +106,8 @@ def _wrong_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str |
     for t in floats:
         if t.dtype not in _FLOATS:
             return f"it computes in float32, and a tensor is of {t.dtype}"
+    if routing.routing_weights.dtype != torch.float32:
+        return f"it reads routing weights of float32, and these are of {routing.routing_weights.dtype}"
     return no_gradient(*floats, *weights.tensors) or no_extent(x, routing.expert_ids, routing.routing_weights, *biases)
 
 
@@ -175,6 +192,11 @@ def _handle(
         token_block=token_block,
         pieces=pieces,
     )
+
+
+def ranges_asked() -> int:
+    """Of each projection, as `cut_into` asks for; 0: by cost."""
+    return _PIECES.get()
 
 
 @contextlib.contextmanager

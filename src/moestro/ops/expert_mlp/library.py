@@ -251,7 +251,8 @@ def _expert_mlp_backward(
 ) -> list[Tensor]:
     weights = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout)).value
     routing = Routing(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
-    g = expert_mlp_backward(grad, x, routing, weights, needed)
+    with torch.autocast(x.device.type, enabled=False):
+        g = expert_mlp_backward(grad, x, routing, weights, needed)
     found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
     return [t.contiguous() for t in found if t is not None]
 

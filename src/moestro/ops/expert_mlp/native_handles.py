@@ -65,7 +65,12 @@ def _uneven_matrices(stored: SplitTensor) -> str | None:
         return "it reads unstacked experts as contiguous matrices, and one of {name} is not"
     if len({m.scales.dtype for parts in stored.matrices for m in parts if m.scales is not None}) > 1:
         return "the scales of {name} are of several dtypes"
-    return None
+    return no_extent(*(t for t in stored.tensors if _is_present(t)))
+
+
+def _is_present(t: Tensor) -> bool:
+    """Whether the tensor has memory: a view of a storage that was given back has an address all the same."""
+    return t.untyped_storage().data_ptr() != 0
 
 
 def _unstacked(stored: SplitTensor) -> Any:
@@ -74,7 +79,7 @@ def _unstacked(stored: SplitTensor) -> Any:
     made = _matrices(first[0], stored.shape[1], stored.format)
     empty = 0 in stored.shape
     there = [
-        e for e, parts in enumerate(stored.matrices) if empty or all(t.data_ptr() for m in parts for t in m.tensors)
+        e for e, parts in enumerate(stored.matrices) if empty or all(_is_present(t) for m in parts for t in m.tensors)
     ]
     addresses = [_addresses(matrix) for e in there for matrix in stored.matrices[e]]
     made.use_table(num_experts=len(stored.matrices), num_blocks=len(first), experts=there, matrices=addresses)

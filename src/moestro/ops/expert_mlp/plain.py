@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from moestro.ops.expert_mlp.tuning import (
     resolve_strategy,
 )
 from moestro.ops.grouping.tuning import choose_block_size
-from moestro.ops.tensors import differentiates
+from moestro.ops.tensors import differentiates, without_autocast
 from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
@@ -55,19 +55,6 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
         return y.to(x.dtype)
 
     return Prepared("torch", without_autocast(x, compute), choice.strategy, choice.reason)
-
-
-def without_autocast(x: Tensor, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same outside autocast: the dtypes of x and the weights say what is computed in."""
-    kind = x.device.type
-
-    def called(*arguments: Any) -> Tensor:
-        if not torch.is_autocast_enabled(kind):
-            return compute(*arguments)
-        with torch.autocast(kind, enabled=False):
-            return compute(*arguments)
-
-    return called
 
 
 def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:

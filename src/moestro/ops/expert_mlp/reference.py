@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from moestro.ops.dispatch import Prepared
-from moestro.ops.expert_mlp.plain import why_unsupported, without_autocast
+from moestro.ops.expert_mlp.plain import why_unsupported
 from moestro.ops.expert_mlp.tuning import named_strategy
+from moestro.ops.tensors import without_autocast
 from moestro.reference import expert_mlp
 from moestro.types import Routing
 from moestro.weights import ExpertWeights

@@ -161,7 +161,7 @@ GROUPING = dispatch.register(
             dispatch.Implementation("triton", triton.prepare),
             dispatch.Implementation("torch", plain.prepare),
         ),
-        _look,
+        look=_look,
     )
 )
 """Rows in the order of experts or, where a block size is given, blocks of one expert each."""

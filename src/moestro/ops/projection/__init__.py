@@ -88,6 +88,6 @@ PROJECTION = dispatch.register(
             dispatch.Implementation("torch", plain.prepare),
             dispatch.Implementation("reference", reference.prepare),
         ),
-        _look,
+        look=_look,
     )
 )

@@ -87,6 +87,6 @@ TOPK = dispatch.register(
             dispatch.Implementation("branchless", _branchless),
             dispatch.Implementation("reference", lambda scores, k: plain.checked("reference", reference.topk)),
         ),
-        _look,
+        look=_look,
     )
 )
