@@ -108,7 +108,12 @@ CASES: dict[str, tuple[Callable[[], object], str, str, str]] = {
         "NaN or infinity",
         "finite weights",
     ),
-    "expert_mlp device": (lambda: run(torch.zeros(T, H, device="meta")), "expert_mlp", "x on meta", "one device"),
+    "expert_mlp device": (
+        lambda: run(torch.zeros(T, H, device="meta")),
+        "expert_mlp",
+        "x, a tensor on the meta device",
+        "a dense tensor",
+    ),
     "expert_mlp strategy": (lambda: run(strategy="fastest"), "expert_mlp", "'fastest'", "all_experts"),
     "expert_mlp block size": (lambda: run(strategy="blockwise-0"), "expert_mlp", "'blockwise-0'", "at least 1"),
     "expert_mlp forced name": (lambda: forced("warp", run), "expert_mlp", "'warp'", "reference"),

@@ -154,5 +154,5 @@ def test_rows_as_int8_are_rounded_and_checked(tiny) -> None:
     assert layer.quantized["mxfp4"].input_format == "float"
     with pytest.raises(UnsupportedError, match="int8 inputs"):
         ours("auto", "fp8-e4m3-b128/int8")
-    with pytest.raises(InvalidInputError, match="rows as 'int3'"):
+    with pytest.raises(InvalidInputError, match="inputs as 'int3'"):
         ours("auto", "mxfp4/int3")

@@ -19,7 +19,6 @@ from gpu import tune, tuned
 from moestro import settings
 from moestro.bench import make_layer
 from moestro.errors import UnsupportedError
-from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, choose, shared_bytes
 from moestro.ops.gpu import INTERPRETER, Device
 from peers.graphs import captured
@@ -117,18 +116,6 @@ def test_a_call_on_a_gpu_takes_what_was_kept(monkeypatch: pytest.MonkeyPatch) ->
     tuned.store(tuned.device_name(torch.device("cuda")), {PROBLEM: replace(plan, splits=2)})
     assert tuned.find(PROBLEM, torch.device("cuda")).splits == 2
     tuned.find.cache_clear()
-
-
-def test_only_what_chooses_by_itself_is_tuned(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_layer(replace(tune_spec(), num_experts=4), torch.bfloat16, 4, triton_device)
-    x, [routing] = tune.inputs(layer, 3, 1)
-    kept = replace(plan_for(PROBLEM), reason="kept")
-    monkeypatch.setattr(tuned, "find", lambda problem, device: kept)
-    torch.use_deterministic_algorithms(False)
-    assert triton.plan(x, routing, layer.weights, ("auto", None)) == kept
-    assert triton.plan(x, routing, layer.weights, ("grouped", None)) != kept
-    torch.use_deterministic_algorithms(True)
-    assert triton.plan(x, routing, layer.weights, ("auto", None)) != kept
 
 
 def tune_spec():

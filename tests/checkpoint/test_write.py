@@ -28,6 +28,7 @@ from torch import Tensor
 
 from checkpoint.files import every_dtype, parts, same_bits
 from moestro.checkpoint import TensorSpec, open_checkpoint, plan_shards, shard_names, write_file, write_index
+from moestro.checkpoint import replace as replacement
 from moestro.checkpoint.header import DTYPES
 from moestro.errors import InvalidInputError, UnsupportedError
 
@@ -278,9 +279,9 @@ def test_an_error_of_the_producer_leaves_what_was_there(tmp_path: Path, error: t
     assert (tmp_path / "x").read_bytes() == before
 
 
-def no_space(tmp_path: Path, tensors: dict[str, Tensor]) -> str:
+def no_space(tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> str:
     """/dev/full takes the place of the file being written: every write to it fails for want of space."""
-    (tmp_path / "x.partial").symlink_to("/dev/full")
+    monkeypatch.setattr(replacement, "_open_no_link", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(InvalidInputError) as caught:
         written(tmp_path / "x", tensors)
     assert files(tmp_path) == []
@@ -292,8 +293,8 @@ def no_space(tmp_path: Path, tensors: dict[str, Tensor]) -> str:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 @pytest.mark.parametrize("size", [1, 10**6], ids=["found when flushed", "found when written"])
-def test_no_space(tmp_path: Path, size: int) -> None:
-    message = no_space(tmp_path, {"a": torch.zeros(size)})
+def test_no_space(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = no_space(tmp_path, {"a": torch.zeros(size)}, monkeypatch)
     assert f"{tmp_path / 'x'}: No space left on device" in message
     assert "Free space" in message
 

@@ -66,7 +66,7 @@ def test_text_on_stdout_and_the_rest_on_stderr(model_folder: Path) -> None:
     assert re.fullmatch(r"prompt \d+ tokens, [\d.]+ tokens/s; generated 20 tokens, [\d.]+ tokens/s", first)
     assert second == (
         f"{model_folder}: 2 expert layers served; prompt by {ENGINE} (grouped), "
-        f"generation by {ENGINE} (selective); float32; experts float32, memory-mapped"
+        f"generation by {ENGINE} (grouped); float32; experts float32, memory-mapped"
     )
 
 
@@ -82,7 +82,7 @@ def test_json_says_everything(model_folder: Path) -> None:
     assert found["tokens_per_second"]["generated"] == pytest.approx(4 / found["seconds"]["generated"])
     assert found["ran"] == {
         "prompt": [{"implementation": ENGINE, "strategy": "grouped"}],
-        "generated": [{"implementation": ENGINE, "strategy": "selective"}],
+        "generated": [{"implementation": ENGINE, "strategy": "grouped"}],
     }
     assert found["model"] == str(model_folder)
     assert (found["architecture"], found["expert_layers"]) == ("Qwen3MoeForCausalLM", 2)

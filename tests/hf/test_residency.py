@@ -48,7 +48,7 @@ def test_the_layer_that_ran_gives_back_before_the_next(model, released, monkeypa
     assert set(second) <= set(released)
 
 
-@pytest.mark.skipif(not residency._known(), reason="the system does not say what a process takes up")
+@pytest.mark.skipif(not residency._is_measurable(), reason="the system does not say what a process takes up")
 def test_pages_are_given_back(model, monkeypatch):
     logits(model)
     before = residency._resident_pages()

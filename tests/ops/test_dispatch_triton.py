@@ -116,6 +116,8 @@ def test_a_kept_call_computes_nothing_that_it_cannot():
     """Tensors and modes that kernels refuse are refused however many calls of the same sizes are kept."""
     x, routing, weights = case()
     check(x, routing, weights)
+    with torch.no_grad():
+        check(x, routing, weights)
     by = routing.routing_weights
     subclassed = ExpertWeights(weights.gate_up, replace(weights.down, data=weights.down.data.as_subclass(Other)))
     refused = {

@@ -291,3 +291,16 @@ def _tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], 
             observer(operation, prepared, arguments, result)
     finally:
         _OBSERVERS.reset(token)
+
+
+def _leave_to_python(function: Callable[..., Any]) -> None:
+    """Keep torch.compile, where it has left a call to Python, from compiling this frame and those below it.
+
+    That is what `torch.compiler.disable` does, which costs a microsecond a call and loads the compiler at import.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+_leave_to_python(call)

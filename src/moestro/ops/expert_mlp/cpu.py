@@ -30,9 +30,9 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     reason = why_unsupported(isa, x, routing, weights)
     if reason is not None:
         return reason
-    name, block, _ = named_strategy(strategy)
+    name, block, by = named_strategy(strategy)
     threads, token_block = torch.get_num_threads(), block or native.LIMITS["token_block"]
-    walk = "all_experts" if name == "all_experts" else "grouped"
+    walk = "grouped" if name == "auto" else name
     how = walk == "all_experts", token_block, _PIECES.get()
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
@@ -60,11 +60,11 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         f"cpu-{isa.name}",
         compute,
         walk,
-        _why(walk, token_block),
+        _why(walk, by, token_block),
         threads,
         handle.workspace_bytes(x.shape[0]),
         kernels,
-        routed_only=walk == "grouped",
+        routed_only=walk != "all_experts",
     )
 
 
@@ -78,10 +78,11 @@ def _refused(error: ValueError) -> UnsupportedError:
     )
 
 
-def _why(walk: str, token_block: int) -> str:
+def _why(walk: str, by: str, token_block: int) -> str:
     if walk == "all_experts":
-        return "asked for: every expert on every token"
-    return f"the engine's one walk: an expert's weights are read once for each {token_block} of its rows"
+        return f"{by}: every expert on every token"
+    one = f"the engine's one walk: an expert's weights are read once for each {token_block} of its rows"
+    return f"{by}; {one}" if by else one
 
 
 def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
