@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from moestro.ops import dispatch, native
 from moestro.ops.expert_mlp import EXPERT_MLP, cpu, library
 from moestro.ops.expert_mlp import run as run_below
 from moestro.routing import route
+from source import PACKAGE
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -432,3 +435,43 @@ def test_explain_asks_what_the_call_asks():
     with pytest.raises(InvalidInputError, match="expert_mlp"):
         moestro.explain(moestro.expert_mlp, torch.cat([x, x]), routing, weights)
     assert moestro.explain(route, torch.randn(3, 8).bfloat16(), 2).chosen == "cpu-native"
+
+
+MOST_FUNCTIONS = 5
+"""Of the package, from `MoE.forward` to the engine: MoE, Experts, expert_mlp, dispatch.call and the prepared call."""
+
+
+def test_the_way_from_the_layer_to_the_engine_is_short(monkeypatch):
+    """It never becomes longer: a function that is entered on the way has to earn it."""
+    engine, found = native.module, []
+
+    class Prepared:
+        def __init__(self, prepared):
+            self.prepared = prepared
+
+        def __getattr__(self, name):
+            return getattr(self.prepared, name)
+
+        def run(self, *arguments):
+            frame = sys._getframe(1)
+            while frame is not None:
+                if frame.f_code.co_filename.startswith(str(PACKAGE)):
+                    found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+                frame = frame.f_back
+            self.prepared.run(*arguments)
+
+    class Engine:
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def ExpertMlp(self, **arguments):
+            return Prepared(engine.ExpertMlp(**arguments))
+
+    monkeypatch.setattr(native, "module", Engine())
+    monkeypatch.setattr(dispatch, "_KEPT", {})
+    layer = moestro.MoE(moestro.TopKRouter(32, 6, 2), Experts.from_weights(case()[2]).requires_grad_(False))
+    with torch.no_grad():
+        layer(torch.randn(5, 32))
+    assert found[0] == "cpu.py:compute"
+    assert found[-1] == "moe.py:forward"
+    assert len(found) <= MOST_FUNCTIONS, found

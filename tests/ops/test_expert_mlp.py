@@ -422,3 +422,14 @@ def test_mixed_dtypes_compute_in_the_wider_one():
     x = torch.randn(9, 8)
     for strategy in STRATEGIES:
         check(x, routing, weights, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_on_the_input_stay_within_float32(strategy):
+    """x times its weight is beyond float16, what the expert makes of it is not."""
+    gate_up, down = torch.full((1, 8, 4), 1e-6).half(), torch.full((1, 4, 8), 1e-2).half()
+    weights = moestro.ExpertWeights.from_dense(gate_up, down, activation=Activation("relu", gated=False))
+    x, routing = torch.full((3, 4), 40000.0).half(), Routing(torch.zeros(3, 1).long(), torch.full((3, 1), 2.0), "input")
+    y = moestro.expert_mlp(x, routing, weights, strategy)
+    assert torch.isfinite(y).all()
+    assert_close(y, reference.expert_mlp(x, routing, weights), torch.float16)

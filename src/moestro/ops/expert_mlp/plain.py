@@ -48,7 +48,9 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
         size = block_size or measured_block_size(x, routing, weights)
         walk = functools.partial(blockwise, block_size=size)
     chosen: Walk = nothing if routing.expert_ids.numel() == 0 else walk
-    widened = weights.input_format != "float" and x.dtype in (torch.bfloat16, torch.float16)
+    # float16 cannot hold every product of x and a weight, and the low-precision inputs are rounded from float32.
+    weighted = x.dtype == torch.float16 and routing.weight_on == "input"
+    widened = weighted or (weights.input_format != "float" and x.dtype in (torch.bfloat16, torch.float16))
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         y = chosen(x.float() if widened else x, routing, weights)
