@@ -8,6 +8,7 @@ import io
 import pickle
 import sys
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def made(monkeypatch):
         return prepared
 
     monkeypatch.setattr(dispatch, "_first", first)
-    monkeypatch.setattr(dispatch, "_KEPT", {})
+    monkeypatch.setattr(dispatch, "_KEPT", OrderedDict())
     return seen
 
 
@@ -231,7 +232,7 @@ def test_settings_threads_and_gradients_are_in_the_key(made):
 
 def test_no_more_is_kept_than_said(monkeypatch):
     monkeypatch.setattr(dispatch, "MOST_KEPT", 3)
-    monkeypatch.setattr(dispatch, "_KEPT", {})
+    monkeypatch.setattr(dispatch, "_KEPT", OrderedDict())
     x, routing, weights = case()
     for n in (1, 2, 3, 4, 5):
         run(RUNNING[0], x[:n], Routing(routing.expert_ids[:n], routing.routing_weights[:n]), weights)
@@ -468,7 +469,7 @@ def test_the_way_from_the_layer_to_the_engine_is_short(monkeypatch):
             return Prepared(engine.ExpertMlp(**arguments))
 
     monkeypatch.setattr(native, "module", Engine())
-    monkeypatch.setattr(dispatch, "_KEPT", {})
+    monkeypatch.setattr(dispatch, "_KEPT", OrderedDict())
     layer = moestro.MoE(moestro.TopKRouter(32, 6, 2), Experts.from_weights(case()[2]).requires_grad_(False))
     with torch.no_grad():
         layer(torch.randn(5, 32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -374,7 +375,7 @@ def test_a_forced_entry_runs_and_a_missing_one_is_an_error(monkeypatch):
     first = dispatch.Implementation("first", lambda *a: "it cannot do this")
     operation = replace(expert_mlp.EXPERT_MLP, implementations=(first, entry("second"), entry("third")))
     monkeypatch.setattr(expert_mlp, "EXPERT_MLP", operation)
-    monkeypatch.setattr(dispatch, "_KEPT", {})
+    monkeypatch.setattr(dispatch, "_KEPT", OrderedDict())
     monkeypatch.setitem(dispatch._OPERATIONS, "expert_mlp", operation)
     moestro.expert_mlp(*arguments)
     with moestro.use(implementation="third"):
@@ -410,7 +411,7 @@ def test_blockwise_without_a_size_uses_the_measured_roof(monkeypatch):
     monkeypatch.setattr(plain.grouping, "run_blocks", lambda i, e, b: seen.append(b) or original(i, e, b))
     for balance, size in ((1.0, 16), (40.0, 128), (1e9, 1024)):
         monkeypatch.setattr(machine, "roof", lambda *a, b=balance: machine.Roof(1.0, b))
-        monkeypatch.setattr(dispatch, "_KEPT", {})  # a machine has one roof
+        monkeypatch.setattr(dispatch, "_KEPT", OrderedDict())  # a machine has one roof
         check(x, routing, weights, "blockwise")
         assert seen.pop() == size
 

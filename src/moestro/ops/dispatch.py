@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,8 +134,7 @@ class _Kept:
 
 
 _OPERATIONS: dict[str, Operation] = {}
-_KEPT: dict[Hashable, _Kept] = {}
-_KEEPING = threading.Lock()
+_KEPT: OrderedDict[Hashable, _Kept] = OrderedDict()
 
 Observer = Callable[[Operation, Prepared, tuple[Any, ...], Any], object]
 _OBSERVERS: contextvars.ContextVar[tuple[Observer, ...]] = contextvars.ContextVar("observers", default=())
@@ -207,11 +206,9 @@ def _is_current(kept: _Kept, tensors: Sequence[Tensor], operation: Operation, ar
 
 def _keep(key: Hashable, prepared: Prepared, tensors: Sequence[Tensor]) -> None:
     owner = weakref.ref(tensors[0], functools.partial(_drop, key)) if tensors else None
-    kept = _Kept(prepared, layout_key(tensors), owner)
-    with _KEEPING:
-        while len(_KEPT) >= MOST_KEPT:
-            _KEPT.pop(next(iter(_KEPT)), None)
-        _KEPT[key] = kept
+    while len(_KEPT) >= MOST_KEPT:
+        _KEPT.popitem(last=False)  # in one step: other threads, and owners that go, change it meanwhile
+    _KEPT[key] = _Kept(prepared, layout_key(tensors), owner)
 
 
 def _drop(key: Hashable, owner: weakref.ref[Any], prepared: dict[Hashable, _Kept] = _KEPT) -> None:
