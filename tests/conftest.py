@@ -24,6 +24,11 @@ import moestro
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from moestro.bench.peers import outside
+from source import ROOT
+
+outside.CHECKOUT = ROOT  # where the package under test is an installed one, too
+
 hypothesis.settings.register_profile(
     "moestro",
     derandomize=True,

