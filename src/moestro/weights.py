@@ -199,13 +199,18 @@ class Parts:
         """The indices of the tensors that these experts' computation reads; None where all are stacked."""
         if not self.unstacked:
             return None
-        of_experts = [range(start, start + self.num_experts * each) for start, each in self.unstacked]
-        found = [i for i in range(len(self.tensors)) if not any(i in span for span in of_experts)]
+        found, most = list(self.shared), self.num_experts
         for e in experts:
-            if 0 <= e < self.num_experts:
+            if 0 <= e < most:
                 for start, each in self.unstacked:
                     found.extend(range(start + e * each, start + (e + 1) * each))
         return found
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """The indices of the tensors that are no single expert's."""
+        of_experts = [range(start, start + self.num_experts * each) for start, each in self.unstacked]
+        return tuple(i for i in range(len(self.tensors)) if not any(i in span for span in of_experts))
 
 
 def unstacked_spans(counts: Iterable[tuple[int, bool]], num_experts: int) -> tuple[tuple[int, int], ...]:
