@@ -23,7 +23,6 @@ from moestro.ops import dispatch, native
 from moestro.ops.expert_mlp import EXPERT_MLP, cpu, library
 from moestro.ops.expert_mlp import run as run_below
 from moestro.routing import route
-from source import PACKAGE
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -456,7 +455,7 @@ def test_the_way_from_the_layer_to_the_engine_is_short(monkeypatch):
         def run(self, *arguments):
             frame = sys._getframe(1)
             while frame is not None:
-                if frame.f_code.co_filename.startswith(str(PACKAGE)):
+                if frame.f_code.co_filename.startswith(str(Path(moestro.__file__).parent)):
                     found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
                 frame = frame.f_back
             self.prepared.run(*arguments)
