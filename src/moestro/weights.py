@@ -329,11 +329,9 @@ class Layout:
         kinds = {"data": True, "scales": True, "zeros": scaling.zeros, "global_scales": scaling.global_scales}
         return tuple(name for name, there in kinds.items() if there)
 
-    def num_experts(self, tensors: Sequence[Tensor]) -> int:
-        """E of the experts that these tensors make up."""
-        if self.num_blocks:
-            return len(tensors) // (self.num_blocks * len(self.names))
-        return tensors[0].shape[0]
+    def num_experts(self, num_tensors: int, height: int) -> int:
+        """E of the experts that so many tensors make up, the first of which has `height` entries."""
+        return num_tensors // (self.num_blocks * len(self.names)) if self.num_blocks else height
 
     def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
         """The experts made of these tensors; they come from a value of this layout and are not checked again."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moestro import settings
 from moestro.errors import unsupported
-from moestro.ops.tensors import layout_key
+from moestro.ops.tensors import Layout, layout_key
 
 MANY = 64
 """Tensors of which all are asked for more than their addresses; unstacked experts have more, and asking takes long."""
@@ -129,7 +129,8 @@ class Operation:
 @dataclass(frozen=True, eq=False)
 class _Kept:
     prepared: Prepared
-    layout: list[Any]
+    addresses: list[int]
+    layout: list[Layout]
     owner: weakref.ref[Any] | None
 
 
@@ -195,12 +196,13 @@ def prepare(operation: Operation, *arguments: Any) -> Prepared:
 
 def _is_current(kept: _Kept, tensors: Sequence[Tensor], operation: Operation, arguments: tuple[Any, ...]) -> bool:
     """Whether every tensor that the call reads lies as it lay. There is no other rule of staleness."""
+    if not tensors:
+        return True
     read = operation.routed(*arguments) if kept.prepared.routed_only else None
     if read is not None:
-        now = layout_key([tensors[i] for i in read])
-        return all([before[i] for i in read] == own for before, own in zip(kept.layout, now, strict=True))
+        return [kept.layout[i] for i in read] == layout_key([tensors[i] for i in read])
     if len(tensors) > MANY:
-        return kept.layout[:1] == layout_key(tensors, brief=True)
+        return kept.addresses == list(map(Tensor.data_ptr, tensors))
     return kept.layout == layout_key(tensors)
 
 
@@ -208,7 +210,7 @@ def _keep(key: Hashable, prepared: Prepared, tensors: Sequence[Tensor]) -> None:
     owner = weakref.ref(tensors[0], functools.partial(_drop, key)) if tensors else None
     while len(_KEPT) >= MOST_KEPT:
         _KEPT.popitem(last=False)  # in one step: other threads, and owners that go, change it meanwhile
-    _KEPT[key] = _Kept(prepared, layout_key(tensors), owner)
+    _KEPT[key] = _Kept(prepared, list(map(Tensor.data_ptr, tensors)), layout_key(tensors), owner)
 
 
 def _drop(key: Hashable, owner: weakref.ref[Any], prepared: dict[Hashable, _Kept] = _KEPT) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import operator
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -109,7 +108,7 @@ _HERE: AbstractContextManager[object] = nullcontext()
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
     """A block in which kernels are launched where the tensor lies: Triton launches on PyTorch's current device."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(tensor.device)
 
@@ -231,8 +230,10 @@ def aligned(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 
 def alignment(*tensors: Tensor) -> Hashable:
     """Which of the tensors lie at multiples of 16 bytes, for a call key that holds their dtypes."""
-    addresses = [t.data_ptr() for t in tensors]
-    return functools.reduce(operator.or_, addresses) % ALIGNED == 0 or tuple([a % ALIGNED == 0 for a in addresses])
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % ALIGNED == 0 or tuple([t.data_ptr() % ALIGNED == 0 for t in tensors])
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,9 @@ _KINDS = frozenset(_ORDINARY)
 _facts = attrgetter("dtype", "shape", "device")
 _wants_gradient = attrgetter("requires_grad")
 _CPU = torch.device("cpu")
-_LAYOUT = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype", "shape"), Tensor.is_neg)
+
+Layout = tuple[int, tuple[int, ...], torch.dtype, torch.Size, bool]
+"""Of a tensor: address, strides, dtype, shape, and whether it stands for its negative."""
 
 INTERCEPTED = "it reads and writes memory, and a tracer, a transform or a dispatch mode is to see every operation"
 TRACED = "a graph that is traced is to see every operation"
@@ -88,9 +90,9 @@ def call_key(*tensors: Tensor) -> tuple[Any, ...] | None:
     return recorded, *map(_facts, tensors), *map(Tensor.stride, tensors), *map(Tensor.is_neg, tensors)
 
 
-def layout_key(tensors: Sequence[Tensor], brief: bool = False) -> list[list[Any]]:
-    """Where and how tensors lie: what `.to()`, `.data =`, `resize_` and the like change; where brief, where."""
-    return [list(map(fact, tensors)) for fact in (_LAYOUT[:1] if brief else _LAYOUT)]
+def layout_key(tensors: Iterable[Tensor]) -> list[Layout]:
+    """Where and how each tensor lies: what `.to()`, `.data =`, `resize_` and the like change."""
+    return [(t.data_ptr(), t.stride(), t.dtype, t.shape, t.is_neg()) for t in tensors]
 
 
 def without_autocast(x: Tensor, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ from moestro import formats, settings
 from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import SplitTensor, StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
-from moestro.ops import gpu
+from moestro.ops import expert_mlp, gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import SLOPES, expert_mlp_backward
 from moestro.types import Activation, Routing
@@ -138,6 +138,15 @@ _READS_IDS = (torch.Tag.cudagraph_unsafe,)
 """The walks read the ids on the host, which a captured CUDA graph cannot."""
 
 
+@functools.lru_cache(maxsize=512)
+def _experts_of(layout: str, num_gate_up: int, num_down: int, height: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """E, and `Parts.unstacked`, of so many tensors of a layout whose first has that many entries."""
+    first, last = (read_layout(text) for text in layout.split("|")[:2])
+    num_experts = first.num_experts(num_gate_up, height)
+    counts = (num_gate_up, first.num_blocks > 0), (num_down, last.num_blocks > 0)
+    return num_experts, unstacked_spans(counts, num_experts)
+
+
 class GraphWeights:
     """Expert weights as a graph hands them over, tensor by tensor; the value is made when more than the parts is asked.
 
@@ -155,12 +164,11 @@ class GraphWeights:
         words: tuple[str, str],
     ) -> None:
         self._given = gate_up, down, biases, words
-        tensors = (*gate_up, *down, *(b for b in biases if b is not None))
-        first, last = (read_layout(text) for text in words[1].split("|")[:2])
-        num_experts = first.num_experts(gate_up)
-        counts = (len(gate_up), first.num_blocks > 0), (len(down), last.num_blocks > 0)
-        key = ("graph", *words, num_experts, biases[0] is not None, biases[1] is not None)
-        self.parts = Parts(tensors, key, num_experts, unstacked_spans(counts, num_experts))
+        first, last = biases
+        tensors = (*gate_up, *down, *[bias for bias in biases if bias is not None])
+        num_experts, spans = _experts_of(words[1], len(gate_up), len(down), gate_up[0].shape[0])
+        key = ("graph", words, num_experts, first is not None, last is not None)
+        self.parts = Parts(tensors, key, num_experts, spans)
 
     @functools.cached_property
     def value(self) -> ExpertWeights:
@@ -188,10 +196,9 @@ def _expert_mlp_node(
     layout: str,
     strategy: str,
 ) -> Tensor:
-    from moestro.ops.expert_mlp import run
-
     weights: Any = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
-    return run(x, Routing.unchecked(expert_ids, routing_weights, weight_on), weights, strategy)  # type: ignore[arg-type]
+    routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
+    return expert_mlp.run(x, routing, weights, strategy)
 
 
 def _on_device_node(
@@ -207,8 +214,6 @@ def _on_device_node(
     layout: str,
     strategy: str,
 ) -> Tensor:
-    from moestro.ops.expert_mlp import run
-
     weights: Any = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
     routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
     found = triton.prepare(x, routing, weights, strategy) if gpu.is_captured(x) else None
@@ -219,7 +224,7 @@ def _on_device_node(
             needs=f"one that it can: {found}",
             fix="Change what the sentence names, or leave the layer out of the graph.",
         )
-    return run(x, routing, weights, strategy)
+    return expert_mlp.run(x, routing, weights, strategy)
 
 
 def _like_x(x: Tensor, *args: Any) -> Tensor:
