@@ -23,8 +23,7 @@ struct IsaFacts {
 
 nb::tuple names(Features features) {
     nb::list found;
-    for (int f = 0; f < kNumFeatures; ++f)
-        if (features >> f & 1) found.append(name_of(static_cast<Feature>(f)));
+    for (const std::string& name : names_of(features)) found.append(name);
     return nb::tuple(found);
 }
 
@@ -65,6 +64,7 @@ void bind_isas(nb::module_& m) {
         .def_prop_ro("multiplies_int8", [](const IsaFacts& i) { return i.isa.int8 != nullptr; })
         .def_prop_ro("multiplies_int8_residual", [](const IsaFacts& i) { return i.isa.int8_residual != nullptr; });
     m.def("isas", &isas);
+    m.def("mask", &mask);
 }
 
 void bind_codes(nb::module_& m) {

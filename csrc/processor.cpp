@@ -1,5 +1,7 @@
 #include "processor.h"
 
+#include <stdexcept>
+
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -40,11 +42,11 @@ constexpr bool tiles_allowed() { return false; }
 
 struct FeatureTest {
     Feature feature;
-    const char* name;
+    const char *name, *text;
     bool (*is_here)();
 };
 
-#define MOESTRO_FEATURE(name, text, test) {Feature::name, text, [] { return test; }},
+#define MOESTRO_FEATURE(name, text, test) {Feature::name, #name, text, [] { return test; }},
 const FeatureTest kFeatures[] = {MOESTRO_FEATURES(MOESTRO_FEATURE)};
 #undef MOESTRO_FEATURE
 
@@ -59,15 +61,36 @@ Features features_here() {
     return found;
 }
 
+Features g_masked = 0;
+
 }  // namespace
 
-const int kNumFeatures = sizeof(kFeatures) / sizeof(kFeatures[0]);
-
-const char* name_of(Feature feature) { return kFeatures[static_cast<int>(feature)].name; }
+std::vector<std::string> names_of(Features features) {
+    std::vector<std::string> found;
+    for (const FeatureTest& test : kFeatures)
+        if (features & all_of({test.feature}))
+            found.push_back(g_masked & all_of({test.feature}) ? std::string(test.text) + " (masked)" : test.text);
+    return found;
+}
 
 Features lacking(Features needed) {
     static const Features here = features_here();
-    return needed & ~here;
+    return needed & ~(here & ~g_masked);
+}
+
+void mask(const std::vector<std::string>& names) {
+    Features found = 0;
+    for (const std::string& name : names) {
+        Features one = 0;
+        std::string all;
+        for (const FeatureTest& test : kFeatures) {
+            if (name == test.name) one = all_of({test.feature});
+            all += (all.empty() ? "" : ", ") + std::string(test.name);
+        }
+        if (!one) throw std::invalid_argument(all);
+        found |= one;
+    }
+    g_masked = found;
 }
 
 }  // namespace moestro

@@ -3,10 +3,13 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <string>
+#include <vector>
 
 namespace moestro {
 
-// An entry is FEATURE(name in C++, name in sentences, test); processor.cpp has the words that a test is made of.
+// An entry is FEATURE(name, name in sentences, test); names are those that Linux lists in /proc/cpuinfo, and
+// processor.cpp has the words that a test is made of.
 #define MOESTRO_FEATURES(FEATURE)                                 \
     FEATURE(avx2, "AVX2", has_named("avx2"))                      \
     FEATURE(fma, "FMA", has_named("fma"))                         \
@@ -18,7 +21,7 @@ namespace moestro {
     FEATURE(avx512vl, "AVX-512VL", has_named("avx512vl"))         \
     FEATURE(avx512_vnni, "AVX-512 VNNI", has_named("avx512vnni")) \
     FEATURE(avx512_bf16, "AVX-512 BF16", has_named("avx512bf16")) \
-    FEATURE(avx512_vbmi, "AVX-512 VBMI", has_named("avx512vbmi")) \
+    FEATURE(avx512vbmi, "AVX-512 VBMI", has_named("avx512vbmi"))  \
     FEATURE(amx_tile, "AMX-TILE", has_extended(24))               \
     FEATURE(amx_bf16, "AMX-BF16", has_extended(22))               \
     FEATURE(amx_int8, "AMX-INT8", has_extended(25))               \
@@ -35,9 +38,12 @@ constexpr Features all_of(std::initializer_list<Feature> list) {
     return bits;
 }
 
-extern const int kNumFeatures;
-const char* name_of(Feature feature);
+// Their names in sentences; of one that is masked it says so.
+std::vector<std::string> names_of(Features features);
 // Those of `needed` that are not here.
 Features lacking(Features needed);
+// From now on the features of these names are lacking. To be called before anything has been prepared.
+// Throws std::invalid_argument, with all names there are, for one that is none.
+void mask(const std::vector<std::string>& names);
 
 }  // namespace moestro

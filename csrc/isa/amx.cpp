@@ -339,7 +339,7 @@ constexpr moestro::Isa make_isa() {
     moestro::Isa isa =
         basic_isa("amx", moestro::all_of({Feature::amx_tile, Feature::amx_bf16, Feature::avx512f, Feature::avx512bw,
                                           Feature::avx512dq, Feature::avx512vl, Feature::avx512_bf16,
-                                          Feature::avx512_vbmi, Feature::avx512_vnni, Feature::tiles_allowed}));
+                                          Feature::avx512vbmi, Feature::avx512_vnni, Feature::tiles_allowed}));
     isa.four_rows = four_rows;
     isa.tiles = &kTileOps;
     isa.int8_residual = &moestro::kAmxInt8Residual;

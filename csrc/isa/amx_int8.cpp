@@ -435,7 +435,7 @@ constexpr moestro::Isa make_isa() {
     moestro::Isa isa = basic_isa(
         "amx-int8",
         moestro::all_of({Feature::amx_tile, Feature::amx_int8, Feature::avx512f, Feature::avx512bw, Feature::avx512dq,
-                         Feature::avx512vl, Feature::avx512_vnni, Feature::avx512_vbmi, Feature::tiles_allowed}));
+                         Feature::avx512vl, Feature::avx512_vnni, Feature::avx512vbmi, Feature::tiles_allowed}));
     isa.int8 = &kInt8WithTiles;
     return isa;
 }

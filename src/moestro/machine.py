@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro import cgroups
+from moestro import cgroups, settings
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PROBE_BYTES = 1 << 30
@@ -197,13 +197,14 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 def describe() -> dict[str, Any]:
     """Processor, its features, threads, caches, memory and accelerators, in values that JSON can hold.
 
-    Keys: processor, architecture, features, cores, threads, cache_bytes (name -> bytes), memory_bytes,
+    Keys: processor, architecture, features, masked_features, cores, threads, cache_bytes (name -> bytes), memory_bytes,
     memory_available_bytes, probe_bytes, accelerators, system.
     """
     return {
         "processor": processor_name(),
         "architecture": platform.machine(),
         "features": features(),
+        "masked_features": list(settings.MASKED),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cache_bytes": cache_bytes(),

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
 STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
 BENCH_PEERS_VARIABLE = "MOESTRO_BENCH_PEERS"
+MASK_VARIABLE = "MOESTRO_WITHOUT_FEATURES"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ _thread = _Thread()
 def current() -> Settings:
     """The settings in force."""
     return _thread.settings if is_dynamo_compiling() else _current.get()
+
+
+MASKED = tuple(os.environ.get(MASK_VARIABLE, "").replace(",", " ").split())
+"""Features of the processor that the engine is to do without, as Linux calls them ("avx512f", "amx_tile")."""
 
 
 def bench_peers() -> str | None:

@@ -15,3 +15,8 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except ValueError as error:  # a variable of the environment, which is read at the import
+        if type(error).__module__ != "moestro.errors":
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -173,6 +173,7 @@ def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("processor", f"{machine['processor']} ({machine['architecture']})"),
         ("features", " ".join(machine["features"]) or "none that matter here"),
+        *([("features masked", " ".join(machine["masked_features"]))] if machine["masked_features"] else []),
         ("cores, threads", f"{machine['cores']}, {machine['threads']}"),
         ("caches of a core", caches or "unknown"),
         (

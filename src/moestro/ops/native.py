@@ -11,6 +11,8 @@ from typing import Any
 import torch  # (also loads the OpenMP runtime whose threads the engine shares)
 from torch import Tensor
 
+from moestro import settings
+from moestro.errors import invalid_input
 from moestro.ops.tensors import is_ordinary, no_memory
 
 
@@ -48,9 +50,16 @@ class Isa:
 
 def _load() -> tuple[ModuleType | None, str | None]:
     try:
-        return importlib.import_module("moestro._native"), None
+        engine = importlib.import_module("moestro._native")
     except ImportError as error:
         return None, str(error)
+    try:
+        engine.mask(list(settings.MASKED))
+    except ValueError as names:
+        raise invalid_input(
+            settings.MASK_VARIABLE, got=" ".join(settings.MASKED), needs=f"features out of {names}", fix="Unset it."
+        ) from None
+    return engine, None
 
 
 module, problem = _load()
