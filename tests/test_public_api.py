@@ -38,7 +38,7 @@ PUBLIC = {
     "use",
 }
 SUBMODULES = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-ENVIRONMENT = {"MOESTRO_BENCH_PEERS", "MOESTRO_IMPLEMENTATION", "MOESTRO_STRATEGY"}
+ENVIRONMENT = {"MOESTRO_BENCH_PEERS", "MOESTRO_IMPLEMENTATION", "MOESTRO_STRATEGY", "MOESTRO_WITHOUT_FEATURES"}
 IMPORT_SECONDS = 0.3
 OPTIONAL = ("transformers", "triton", "typer", "rich", "matplotlib", "safetensors")
 

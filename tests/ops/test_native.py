@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -254,6 +255,30 @@ def test_reasons(monkeypatch):
         "the native engine is not there (No module named 'moestro._native'): "
         "install a C++17 compiler and then moestro again"
     )
+
+
+BEST = "from moestro.ops import native; print(*(isa.name for isa in native.ISAS if isa.runs_here))"
+
+
+@needs_engine
+@pytest.mark.skipif("avx2" not in {isa.name for isa in RUNNING}, reason="what is masked has to be there")
+def test_masked_features_are_lacking(monkeypatch):
+    monkeypatch.setenv("MOESTRO_WITHOUT_FEATURES", "avx512f,avx2")
+    assert output("-c", BEST).split() == ["portable"]
+    monkeypatch.setenv("MOESTRO_WITHOUT_FEATURES", "avx2 avx512f")
+    text = " ".join(output("-m", "moestro", "info").split())
+    assert "features masked avx2 avx512f" in text
+    assert "cpu-avx2 this processor lacks AVX2 (masked)" in text
+
+
+@needs_engine
+def test_a_feature_that_nobody_has_is_refused(monkeypatch):
+    monkeypatch.setenv("MOESTRO_WITHOUT_FEATURES", "avx2 avx1024")
+    command = [sys.executable, "-c", "from moestro_command import main; main()", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("[MOESTRO_WITHOUT_FEATURES] got avx2 avx1024; needs features out of avx2, fma")
 
 
 STARVED = """

@@ -1,0 +1,86 @@
+"""The core tests, once for each instruction set that this processor has below its best.
+
+    python tools/every_set.py [avx512 avx2 ...]
+
+The tests as they are run with the best; here the features that better sets need are masked, in the engine and, where it
+has such a switch, in PyTorch. Sets that this processor lacks are named. The exit code is that of the first run that
+failed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from moestro import settings
+from moestro.ops import native
+
+ROOT = Path(__file__).parents[1]
+
+TESTS = (
+    "tests/test_layer.py",
+    "tests/test_experts.py",
+    "tests/ops/test_dispatch.py",
+    "tests/ops/test_expert_mlp_cpu.py",
+    "tests/ops/test_expert_mlp_bits.py",
+    "tests/ops/test_expert_mlp_input_formats.py",
+    "tests/ops/test_plan_counts.py",
+    "tests/ops/test_projection.py",
+    "tests/ops/test_topk_cpu.py",
+    "tests/routing/test_routing_cpu.py",
+    "tests/hf/test_dense.py",
+    "tests/hf/test_experts.py",
+)
+"""Those of the engine, the layer, and the seam to Transformers."""
+
+MASKS: dict[str, dict[str, str]] = {
+    "avx512-vnni": {settings.MASK_VARIABLE: "amx_tile", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512": {settings.MASK_VARIABLE: "amx_tile avx512_vnni avx512_bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "avx2": {settings.MASK_VARIABLE: "avx512f", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    # PyTorch's own compiler writes code that does not compile below AVX2.
+    "portable": {settings.MASK_VARIABLE: "avx512f avx2", "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+"""Of a set: the variables under which it is the best. The first of all sets needs none."""
+
+FIRST = "from moestro.ops import native; print(next(isa.name for isa in native.ISAS if isa.runs_here))"
+
+
+def run(name: str) -> int:
+    """Run the tests with a set as the best one; the exit code."""
+    environment = {**os.environ, **MASKS[name]}
+    first = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=True)
+    if first.stdout.strip() != name:
+        print(f"{name}: masked so, {first.stdout.strip()} is the best", flush=True)
+        return 1
+    start = time.monotonic()
+    code = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *TESTS], cwd=ROOT, env=environment, check=False
+    ).returncode
+    print(f"{name}: exit code {code} after {time.monotonic() - start:.0f} s", flush=True)
+    return code
+
+
+def main(names: list[str]) -> int:
+    """Run the tests with each of the sets, or with those named; the exit code of the first that failed, or 0."""
+    missing = native.missing()
+    if missing is not None:
+        print(missing)
+        return 1
+    best = next(isa.name for isa in native.ISAS if isa.runs_here and isa.multiplies_floats)
+    codes = []
+    for isa in native.ISAS:
+        if names and isa.name not in names:
+            continue
+        reason = native.reason(isa)
+        if reason is not None or isa.name not in MASKS or (isa.name == best and not names):
+            print(f"{isa.name}: {reason or 'runs with the tests as they are'}", flush=True)
+        else:
+            codes.append(run(isa.name))
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
