@@ -60,6 +60,7 @@ void bind_isas(nb::module_& m) {
         .def_prop_ro("lanes", [](const IsaFacts& i) { return i.isa.lanes; })
         .def_prop_ro("direct_tokens", [](const IsaFacts& i) { return i.isa.direct_tokens; })
         .def_prop_ro("multiplies_bfloat16", [](const IsaFacts& i) { return i.isa.tiles != nullptr; })
+        .def_prop_ro("has_tile_unit", [](const IsaFacts& i) { return i.isa.tiles && !i.isa.tiles->are_vectors; })
         .def_prop_ro("multiplies_floats", [](const IsaFacts& i) { return i.isa.four_rows != nullptr; })
         .def_prop_ro("multiplies_int8", [](const IsaFacts& i) { return i.isa.int8 != nullptr; })
         .def_prop_ro("multiplies_int8_residual", [](const IsaFacts& i) { return i.isa.int8_residual != nullptr; });

@@ -23,10 +23,10 @@ struct Rule {
 // The first that applies is taken.
 const Rule kRules[kNumKernels] = {
     {Kernel::bfloat16_tiles, "bfloat16 tiles", [](const Case& c) { return c.takes_tiles; },
-     [] { return std::string("amx, from the number of rows of the expert that the next table gives"); }},
+     [] { return std::string("amx and avx512-bf16, from the rows of the expert that the next table gives"); }},
     {Kernel::int8_tiles, "int8 tiles",
      [](const Case& c) {
-         const Int8Ops* ops = int8_ops(c.isa, c.input);
+         const RowOps* ops = row_ops(c.isa, c.input);
          return ops && ops->tiles && c.rows >= kFewestForInt8Tiles;
      },
      [] { return "amx-int8, from " + std::to_string(kFewestForInt8Tiles) + " rows of a block"; }},
@@ -36,13 +36,17 @@ const Rule kRules[kNumKernels] = {
      [] {
          return std::string(
              "tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
-             "(avx512-vnni, amx)");
+             "(avx512-vnni, avx512-bf16, amx)");
      }},
+    {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
+     [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16)"); }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
          return c.may_take_eight && c.isa.eight_rows && c.rows >= kFewestForEight && c.weights.columns > 0;
      },
-     [] { return "avx512 and avx512-vnni, from " + std::to_string(kFewestForEight) + " rows of a block"; }},
+     [] {
+         return "avx512, avx512-vnni and avx512-bf16, from " + std::to_string(kFewestForEight) + " rows of a block";
+     }},
     {Kernel::group_scaled_dots, "group-scaled dots",
      [](const Case& c) { return c.group_scales && has_scale(c.weights.element) && c.rows <= c.isa.direct_tokens; },
      [] {
@@ -68,12 +72,22 @@ constexpr FewestTiled kFewestTiled[] = {
     {Element::e4m3, Scale::none, 3, 3}, {Element::i8, Scale::none, 5, 6}, {Element::e2m1, Scale::e8m0, 2, 3},
     {Element::e2m1, Scale::none, 5, 8}, {Element::i4, Scale::none, 4, 6}, {Element::u4, Scale::none, 4, 5},
 };
+// Where tiles are made of vectors: beside floats, rows of bfloat16, and int8 with a residual.
+constexpr int64_t kFewestOfVectors = 7, kFewestBesideBfloat16 = 16, kFewestBesideResidual = 48;
 
-int64_t fewest_tiled(const Projection& p, Input input) {
+int64_t fewest_tiled(const TileOps& tiles, const Projection& p, Input input) {
+    if (tiles.are_vectors)
+        return input == Input::int8_residual ? kFewestBesideResidual
+               : input == Input::bfloat16    ? kFewestBesideBfloat16
+                                             : kFewestOfVectors;
     for (const FewestTiled& each : kFewestTiled)
         if (each.element == p.element && (each.scale == Scale::none || each.scale == p.scale))
             return input == Input::int8_residual ? each.int8_residual : each.floats;
     return 1;
+}
+
+bool is_bfloat16(const FloatArray& x, const Projection& p) {
+    return x.dtype == Element::bf16 && p.element == Element::bf16;
 }
 
 bool takes_int8(const Projection& p) {
@@ -89,24 +103,37 @@ Kernel choose(const Case& asked) {
     return Kernel::decoded_dots;
 }
 
+Input input_of(const Isa& isa, const LinearCall& call) {
+    return isa.bfloat16 && is_bfloat16(call.x, call.weights) ? Input::bfloat16 : Input::floats;
+}
+
 Input input_of(const Isa& isa, const Call& call) {
     if (call.int8_input) return Input::int8;
+    if (isa.bfloat16 && is_bfloat16(call.x, call.gate_up) && is_bfloat16(call.x, call.down)) return Input::bfloat16;
     const bool can = call.x.dtype != Element::f32 && takes_int8(call.gate_up) && takes_int8(call.down);
     return can && !call.same_bits && isa.int8_residual ? Input::int8_residual : Input::floats;
 }
 
-const Int8Ops* int8_ops(const Isa& isa, Input input) {
-    return input == Input::floats ? nullptr : input == Input::int8 ? isa.int8 : isa.int8_residual;
+const RowOps* row_ops(const Isa& isa, Input input) {
+    switch (input) {
+        case Input::bfloat16: return isa.bfloat16;
+        case Input::int8: return isa.int8;
+        case Input::int8_residual: return isa.int8_residual;
+        default: return nullptr;
+    }
 }
 
 int64_t fewest_tiled(const Isa& isa, const Call& call, Input input) {
     if (!isa.tiles) return INT64_MAX;
-    return call.same_bits ? 1 : std::max(fewest_tiled(call.gate_up, input), fewest_tiled(call.down, input));
+    if (call.same_bits) return 1;
+    return std::max(fewest_tiled(*isa.tiles, call.gate_up, input), fewest_tiled(*isa.tiles, call.down, input));
 }
 
 bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows) {
     return !call.same_bits && expert_rows <= isa.direct_tokens;
 }
+
+bool takes_tiles(const Isa& isa, const LinearCall&) { return isa.tiles && !isa.tiles->are_vectors; }
 
 int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_block, 1, kTokenBlock); }
 
@@ -114,7 +141,7 @@ int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
     const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
     const bool residual = input == Input::int8_residual && !isa.tiles;  // rows beside tiles are few
-    const int64_t h_floats = call.intermediate_size * (residual ? 3 : input == Input::int8 ? 2 : 1) + 96;
+    const int64_t h_floats = call.intermediate_size * (residual ? 3 : input == Input::floats ? 1 : 2) + 96;
     const int64_t x_floats = call.hidden_size * (residual ? 2 : 1) + 128;
     const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * x_floats);
     return std::max<int64_t>(kWorkspaceBytes / per_token, 16);
@@ -139,6 +166,9 @@ std::vector<TileRule> tile_rules() {
         if (each.scale != Scale::none) weights += std::string(" with scales in ") + name_of(each.scale);
         found.push_back({weights, each.floats, each.int8_residual});
     }
+    found.push_back({"every other", 1, 1});
+    found.push_back({"avx512-bf16: bfloat16", kFewestBesideBfloat16, kFewestBesideBfloat16});
+    found.push_back({"avx512-bf16: packed", kFewestOfVectors, kFewestBesideResidual});
     return found;
 }
 

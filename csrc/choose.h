@@ -9,19 +9,20 @@
 namespace moestro {
 
 // How rows of tokens meet weights.
-enum class Input : int { floats, int8, int8_residual };
+enum class Input : int { floats, bfloat16, int8, int8_residual };
 
 enum class Kernel : int {
     bfloat16_tiles,
     int8_tiles,
     int8_dots,
     int8_residual_dots,
+    bfloat16_dots,
     eight_row_dots,
     group_scaled_dots,
     direct_dots,
     decoded_dots,
 };
-constexpr int kNumKernels = 8;
+constexpr int kNumKernels = 9;
 
 // The products of one matrix of weights with a block of token rows.
 struct Case {
@@ -37,10 +38,12 @@ Kernel choose(const Case& asked);
 
 // What the rows of a call become.
 Input input_of(const Isa& isa, const Call& call);
-const Int8Ops* int8_ops(const Isa& isa, Input input);  // null for floats
+Input input_of(const Isa& isa, const LinearCall& call);
+const RowOps* row_ops(const Isa& isa, Input input);  // null for floats
 
 // Rows from which on an expert takes tiles of bfloat16; INT64_MAX where there are none.
 int64_t fewest_tiled(const Isa& isa, const Call& call, Input input);
+bool takes_tiles(const Isa& isa, const LinearCall& call);
 // Whether scales multiply the sums of their groups, for an expert with so many rows.
 bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows);
 // Token rows that meet a range of weights before the next ones do.

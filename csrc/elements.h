@@ -29,7 +29,7 @@ struct ElementFacts {
     int bits;
     bool is_integer;  // its codes are multiplied as 8-bit integers
     bool has_zeros;   // a zero point for each group
-    bool has_tiles;   // tiles of bfloat16 hold it (amx_panels.h)
+    bool has_tiles;   // tiles of bfloat16 hold it (bfloat16_panels.h)
 };
 #define MOESTRO_ELEMENT(name, ...) {Element::name, __VA_ARGS__},
 constexpr ElementFacts kElements[] = {MOESTRO_ELEMENTS(MOESTRO_ELEMENT)};

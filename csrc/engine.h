@@ -139,7 +139,7 @@ struct TileRows {
 };
 
 // An instruction set that multiplies tiles: up to 16 tokens stand together, their columns in pairs, as the words
-// [block of 32 columns][pair][token]. Columns that meet nibbles are in the order of amx_panels.h.
+// [block of 32 columns][pair][token]. Columns that meet nibbles are in the order of bfloat16_panels.h.
 struct TileOps {
     void (*begin)();  // on each thread, before products and after them
     void (*end)();
@@ -152,6 +152,7 @@ struct TileOps {
     // y[t][i] for token t of the tiles and row i; null where there is no token.
     void (*down)(const TileRows& rows, const float* bias, const uint32_t* h, int64_t num_tiles, float* const* y,
                  uint8_t* scratch);
+    bool are_vectors = false;  // made of vectors of 16 tokens: a tile takes as long with one token
 };
 constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256; }
 // Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
@@ -159,7 +160,7 @@ constexpr int64_t tile_scratch_bytes(int64_t columns) {
     return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64);
 }
 
-// 32 rows of weights at once, for many tokens; results are those of Int8Ops, bit by bit.
+// 32 rows of weights at once, for many tokens; results are those of RowOps, bit by bit.
 struct Int8TileOps {
     int64_t (*packed_bytes)(Element weights, int64_t columns, int64_t group_columns, int64_t m);
     // Rows that quantize_row made, 16 tokens together as products with many rows take them.
@@ -171,10 +172,10 @@ struct Int8TileOps {
 };
 constexpr int kInt8TileRows = 32;
 
-// Rows of 8-bit integers, each with one scale (docs/reference/expert_weights.md), and their products with weights that
-// are integers: i8 with one scale a row, or nibbles. Such a row takes the place of a row of floats, laid out for the
-// weights.
-struct Int8Ops {
+// Rows of another kind than floats and their products: of 8-bit integers, each with one scale
+// (docs/reference/expert_weights.md), for weights that are integers, i8 with one scale a row, or nibbles; of bfloat16
+// for weights of bfloat16. Such a row takes the place of a row of floats, laid out for the weights.
+struct RowOps {
     int64_t (*row_floats)(Element weights, int64_t columns);
     // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay
     // floats.
@@ -203,9 +204,10 @@ struct Isa {
                     Element dtype) = nullptr;
     // As four_rows, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
-    const TileOps* tiles = nullptr;  // null, or what multiplies tiles of bfloat16; then x is bfloat16
-    const Int8Ops* int8 = nullptr;   // for rows of int8
-    const Int8Ops* int8_residual =
+    const TileOps* tiles = nullptr;    // null, or what multiplies tiles of bfloat16; then x is bfloat16
+    const RowOps* bfloat16 = nullptr;  // for rows of bfloat16
+    const RowOps* int8 = nullptr;      // for rows of int8
+    const RowOps* int8_residual =
         nullptr;  // for rows of 16 bits and weights that are integers: two rows of int8 for each
 
     bool runs_here() const { return lacking(needs) == 0; }

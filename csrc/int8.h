@@ -482,6 +482,6 @@ static int64_t int8_scratch(int64_t columns) {
     return natural + 2 * (padded / 16 * kRows) + kRows * (padded + 64) / 4;
 }
 
-static const moestro::Int8Ops kInt8 = {int8_row_floats, quantize_row, int8_rows, int8_scratch};
+static const moestro::RowOps kInt8 = {int8_row_floats, quantize_row, int8_rows, int8_scratch};
 
 }  // namespace MOESTRO_ISA

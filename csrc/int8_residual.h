@@ -60,6 +60,6 @@ static void residual_rows(const FourRows& rows, const float* const* x, int64_t m
         for (int r = 0; r < kRows; ++r) out[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
 }
 
-static constexpr moestro::Int8Ops kInt8Residual = {residual_floats, quantize_residual_row, residual_rows, int8_scratch};
+static constexpr moestro::RowOps kInt8Residual = {residual_floats, quantize_residual_row, residual_rows, int8_scratch};
 
 }  // namespace MOESTRO_ISA

@@ -3,7 +3,7 @@
 namespace moestro {
 
 #if defined(MOESTRO_AMX)
-extern const Isa kAmx, kAmxInt8;
+extern const Isa kAmx, kAmxInt8, kAvx512Bf16;
 #endif
 #if defined(__x86_64__)
 extern const Isa kAvx512Vnni, kAvx512, kAvx2;
@@ -12,7 +12,7 @@ extern const Isa kPortable;
 
 const Isa* const kIsas[] = {
 #if defined(MOESTRO_AMX)
-    &kAmx,        &kAmxInt8,
+    &kAmx,        &kAmxInt8, &kAvx512Bf16,
 #endif
 #if defined(__x86_64__)
     &kAvx512Vnni, &kAvx512,  &kAvx2,

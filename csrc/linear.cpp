@@ -22,13 +22,16 @@ constexpr int64_t kSmallCall = 1 << 15;  // values of x that are not worth a tea
 class Linear : public Workspace<Linear> {
 public:
     Linear(const Isa& isa, const LinearCall& call, int64_t first, int64_t n)
-        : isa_(isa), call_(call), first_(first), n_(n), layout_(call.weights.element, call.weights.columns, isa.lanes),
+        : isa_(isa), call_(call), first_(first), n_(n), tiled_(takes_tiles(isa, call)),
+          row_ops_(row_ops(isa, input_of(isa, call))), layout_(call.weights.element, call.weights.columns, isa.lanes),
+          x_stride_(row_ops_ ? round_up(row_ops_->row_floats(call.weights.element, call.weights.columns), 16)
+                             : layout_.stride()),
           queue_(cut(call)) {
-        x_ = arena().reserve(isa.tiles ? num_tiles() * tile_words(call.weights.columns) : n * layout_.stride());
+        x_ = arena().reserve(takes_tiles(isa, call) ? num_tiles() * tile_words(call.weights.columns) : n * x_stride_);
     }
 
     void run() {
-        const int64_t pieces = isa_.tiles ? num_tiles() : n_;
+        const int64_t pieces = tiled_ ? num_tiles() : n_;
         const bool small = n_ * call_.weights.columns <= kSmallCall;
         for (int64_t i = 0; small && i < pieces; ++i) prepare(i);
         if (!small)
@@ -53,16 +56,17 @@ private:
 
     void prepare(int64_t i) {
         const int64_t columns = call_.weights.columns;
-        if (isa_.tiles) {
+        if (tiled_) {
             const uint16_t* rows[16];
             for (int64_t t = 0; t < 16; ++t)
                 rows[t] = 16 * i + t < n_ ? reinterpret_cast<const uint16_t*>(row(16 * i + t)) : nullptr;
             isa_.tiles->pack(rows, tile_width(n_), columns, is_nibble(call_.weights.element), tile(i));
             return;
         }
-        float* to = x_ + i * layout_.stride();
-        float* wide = layout_.nibbles ? scratch().reserve(columns) : to;
+        float* to = x_ + i * x_stride_;
+        float* wide = row_ops_ || layout_.nibbles ? scratch().reserve(columns) : to;
         isa_.widen(row(i), call_.x.dtype, columns, 1.0f, wide);
+        if (row_ops_ && row_ops_->quantize_row(call_.weights.element, columns, 0, wide, to)) return;
         if (wide != to) layout_.place(wide, 0, columns, to);
         layout_.clear_padding(to);
     }
@@ -75,7 +79,7 @@ private:
         Part memory{};
         memory.panel = room, memory.sums = room + panel, memory.out = room + panel + sums;
         const bool counted = is_counting();
-        if (isa_.tiles) isa_.tiles->begin();
+        if (tiled_) isa_.tiles->begin();
         Reader reader(queue_);
         while (const Range* range = reader.take())
             for (int64_t i = range->first; i < range->last; i += kSegment)
@@ -85,19 +89,20 @@ private:
                     part.first_token = t, part.num_tokens = std::min(kBlock, n_ - t);
                     reader.last_pass = t + kBlock >= n_;
                     reader.counts = counted && i == 0;
-                    if (isa_.tiles) tiled(reader, part);
+                    if (tiled_) tiled(reader, part);
                     else dotted(reader, part);
                     write(part);
                 }
-        if (isa_.tiles) isa_.tiles->end();
+        if (tiled_) isa_.tiles->end();
     }
 
     void dotted(Reader& reader, const Part& part) const {
         const Projection& p = call_.weights;
         const int64_t m = part.num_tokens;
         const float* x[kBlock];
-        for (int64_t r = 0; r < m; ++r) x[r] = x_ + (part.first_token + r) * layout_.stride();
+        for (int64_t r = 0; r < m; ++r) x[r] = x_ + (part.first_token + r) * x_stride_;
         Case asked{isa_, p};
+        asked.input = input_of(isa_, call_);
         asked.rows = m;
         const Kernel kernel = choose(asked);
         if (reader.counts) count(Stage::linear, kernel);
@@ -111,7 +116,7 @@ private:
                 for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(then + j, p.rows - 1);
                 follow(rows, p, 0, four);
             }
-            isa_.four_rows(rows, x, m, part.sums, part.panel);
+            (row_ops_ ? row_ops_->four_rows : isa_.four_rows)(rows, x, m, part.sums, part.panel);
             float* out = part.out + at - part.first_row;
             for (int64_t r = 0; r < m; ++r)
                 for (int64_t j = 0; j < std::min<int64_t>(4, part.last_row - at); ++j)
@@ -156,7 +161,10 @@ private:
     const Isa& isa_;
     const LinearCall& call_;
     const int64_t first_, n_;
+    const bool tiled_;
+    const RowOps* const row_ops_;  // null where rows stay floats
     const Layout layout_;
+    const int64_t x_stride_;
     Queue queue_;
     float* x_ = nullptr;
 };

@@ -73,7 +73,8 @@ std::vector<Planned> plan(const Isa& isa, const LinearCall& call) {
         const int64_t n = std::min(most, call.num_tokens - first);
         for (int64_t t = 0; t < n; t += kTokenBlock) {
             Case asked{isa, call.weights};
-            asked.takes_tiles = isa.tiles != nullptr;
+            asked.takes_tiles = takes_tiles(isa, call);
+            asked.input = input_of(isa, call);
             asked.rows = std::min(kTokenBlock, n - t);
             sums.add(Stage::linear, choose(asked), asked.rows);
         }
@@ -83,7 +84,7 @@ std::vector<Planned> plan(const Isa& isa, const LinearCall& call) {
 
 int64_t workspace_bytes(const Isa& isa, const Call& call) {
     const Input input = input_of(isa, call);
-    const Int8Ops* int8 = int8_ops(isa, input);
+    const RowOps* int8 = row_ops(isa, input);
     const int64_t n = std::min(call.num_tokens, tokens_at_once(isa, call, input));
     const int64_t experts = call.all_experts ? call.num_experts : 0, rows = n * (call.top_k + experts);
     const int64_t hidden = call.hidden_size, inner = call.intermediate_size;
@@ -103,7 +104,7 @@ int64_t workspace_bytes(const Isa& isa, const Call& call) {
 int64_t workspace_bytes(const Isa& isa, const LinearCall& call) {
     const int64_t n = std::min(call.num_tokens, tokens_at_once(call));
     const Layout layout(call.weights.element, call.weights.columns, isa.lanes);
-    return 4 * (isa.tiles ? (n + 15) / 16 * tile_words(call.weights.columns) : n * layout.stride());
+    return 4 * (takes_tiles(isa, call) ? (n + 15) / 16 * tile_words(call.weights.columns) : n * layout.stride());
 }
 
 }  // namespace moestro

@@ -20,7 +20,7 @@ template <class Body> void share(int thread, int threads, int64_t n, Body body) 
 }  // namespace
 
 Walk::Walk(const Isa& isa, const Call& call, const ExpertIds& ids, int64_t first_token, int64_t num_tokens)
-    : isa_(isa), call_(call), input_(input_of(isa, call)), int8_(int8_ops(isa, input_)), first_token_(first_token),
+    : isa_(isa), call_(call), input_(input_of(isa, call)), row_ops_(row_ops(isa, input_)), first_token_(first_token),
       num_tokens_(num_tokens), x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
       h_layout_(call.down.element, call.intermediate_size, isa.lanes), token_block_(token_block(call)),
       rows_(call, ids, first_token, num_tokens, fewest_tiled(isa, call, input_)), queue_(cut(call, rows_.active)) {
@@ -46,7 +46,7 @@ void Walk::run() {
 
 bool Walk::x_is_ready() const {
     // Of many rows, a copy whose rows do not share cache sets is faster.
-    const bool as_it_is = !int8_ && !call_.weight_on_input && call_.x.dtype == Element::f32;
+    const bool as_it_is = !row_ops_ && !call_.weight_on_input && call_.x.dtype == Element::f32;
     return as_it_is && num_tokens_ <= kFewTokens && !x_layout_.nibbles && x_layout_.padded == call_.hidden_size;
 }
 
@@ -57,13 +57,13 @@ int64_t Walk::num_x_rows() const {
 
 void Walk::reserve() {
     const int64_t hidden = call_.hidden_size, inner = call_.intermediate_size;
-    x_stride_ = int8_ ? round_up(int8_->row_floats(call_.gate_up.element, hidden), 16) : x_layout_.stride();
-    h_stride_ = int8_ ? round_up(int8_->row_floats(call_.down.element, inner), 16) : h_layout_.stride();
+    x_stride_ = row_ops_ ? round_up(row_ops_->row_floats(call_.gate_up.element, hidden), 16) : x_layout_.stride();
+    h_stride_ = row_ops_ ? round_up(row_ops_->row_floats(call_.down.element, inner), 16) : h_layout_.stride();
     y_stride_ = round_up(hidden, 16) + 16;
     wide_stride_ = round_up(inner, 16);
     const int64_t x_words = rows_.num_tiles * tile_words(hidden), h_words = rows_.num_tiles * tile_words(inner);
     const int64_t x_floats = num_x_rows() * x_stride_, h_floats = num_float_rows() * h_stride_;
-    const int64_t y_floats = rows_.num_rows * y_stride_, wide_floats = int8_ ? num_float_rows() * wide_stride_ : 0;
+    const int64_t y_floats = rows_.num_rows * y_stride_, wide_floats = row_ops_ ? num_float_rows() * wide_stride_ : 0;
     x_tiles_ = arena().reserve(x_words + h_words + x_floats + h_floats + y_floats + wide_floats);
     h_tiles_ = x_tiles_ + x_words;
     x_ = h_tiles_ + h_words;
@@ -75,15 +75,15 @@ void Walk::reserve() {
         for (int64_t t = 0; a.tiled && t < a.num_tiles() && inner % 32; ++t)
             std::memset(h_tile(a.first_tile + t) + last, 0, static_cast<size_t>(block) * sizeof(uint32_t));
     }
-    if (!int8_ && h_layout_.padded != h_layout_.columns)
+    if (!row_ops_ && h_layout_.padded != h_layout_.columns)
         for (int64_t r = rows_.first_plain; r < rows_.num_rows; ++r) h_layout_.clear_padding(h_row(r));
 }
 
 // Says of each row that takes no tile where its token lies, and of each of x's rows whether one needs it.
 void Walk::point_to_tokens() {
     tokens_.resize(static_cast<size_t>(num_float_rows()));
-    if (isa_.tiles || int8_) wanted_.assign(static_cast<size_t>(num_x_rows()), call_.weight_on_input);
-    if (int8_) x_is_float_.assign(static_cast<size_t>(num_x_rows()), 0), h_is_float_.assign(tokens_.size(), 0);
+    if (isa_.tiles || row_ops_) wanted_.assign(static_cast<size_t>(num_x_rows()), call_.weight_on_input);
+    if (row_ops_) x_is_float_.assign(static_cast<size_t>(num_x_rows()), 0), h_is_float_.assign(tokens_.size(), 0);
     const auto* x = static_cast<const float*>(call_.x.data);
     const bool ready = x_is_ready();
     for (int64_t r = rows_.first_plain; r < rows_.num_rows; ++r) {
@@ -128,10 +128,10 @@ void Walk::prepare(int64_t i) {
     const float factor = call_.weight_on_input ? rows_.factor[row] : 1.0f;
     const auto* from = static_cast<const uint8_t*>(call_.x.data) + bytes_of(call_.x.dtype, token * call_.x.stride);
     float* to = x_ + i * x_stride_;
-    float* wide = int8_ || x_layout_.nibbles ? scratch().reserve(call_.hidden_size) : to;
+    float* wide = row_ops_ || x_layout_.nibbles ? scratch().reserve(call_.hidden_size) : to;
     isa_.widen(from, call_.x.dtype, call_.hidden_size, factor, wide);
-    if (int8_) {
-        if (int8_->quantize_row(p.element, call_.hidden_size, p.group_columns, wide, to)) return;
+    if (row_ops_) {
+        if (row_ops_->quantize_row(p.element, call_.hidden_size, p.group_columns, wide, to)) return;
         x_is_float_[i] = true;
     }
     if (wide != to) x_layout_.place(wide, 0, call_.hidden_size, to);
@@ -141,7 +141,7 @@ void Walk::prepare(int64_t i) {
 Walk::Room Walk::room_of_thread() const {
     const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
     const int64_t of_floats = scratch_floats(widest, kTokenBlock, isa_.eight_rows ? 8 : 4);
-    const int64_t of_int8 = int8_ ? int8_->scratch_floats(widest) : 0;
+    const int64_t of_int8 = row_ops_ ? row_ops_->scratch_floats(widest) : 0;
     const int64_t of_tiles = int8_tiles() ? int8_tiles()->scratch_floats(widest) : 0;
     const auto bytes = [&](const Projection& p) {
         return int8_tiles() ? int8_tiles()->packed_bytes(p.element, p.columns, p.group_columns, kTokenBlock) : 0;
@@ -200,7 +200,7 @@ void Walk::wait_for_h(int32_t expert) {
     const Active& active = rows_.active[expert];
     Progress& progress = progress_[expert];
     wait_for(progress.ranges, active.num_ranges);
-    if (!int8_ || active.tiled) return;
+    if (!row_ops_ || active.tiled) return;
     while (true) {
         const int64_t first = progress.taken.fetch_add(kRowsQuantizedAtOnce, std::memory_order_relaxed);
         const int64_t last = std::min(first + kRowsQuantizedAtOnce, active.num_rows);
@@ -214,7 +214,7 @@ void Walk::wait_for_h(int32_t expert) {
 void Walk::quantize_h(const Active& active, int64_t first, int64_t last) {
     const Projection& p = call_.down;
     for (int64_t r = active.first_row + first; r < active.first_row + last; ++r) {
-        if (int8_->quantize_row(p.element, p.columns, p.group_columns, wide_h(r), h_row(r))) continue;
+        if (row_ops_->quantize_row(p.element, p.columns, p.group_columns, wide_h(r), h_row(r))) continue;
         h_is_float_[r - rows_.first_plain] = true;
         h_layout_.place(wide_h(r), 0, p.columns, h_row(r));
         h_layout_.clear_padding(h_row(r));

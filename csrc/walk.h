@@ -88,7 +88,7 @@ private:
 
     const Projection& projection(const Range& range) const { return range.down ? call_.down : call_.gate_up; }
     int64_t expert(const Range& range) const { return rows_.active[range.expert].expert; }
-    const Int8TileOps* int8_tiles() const { return int8_ ? int8_->tiles : nullptr; }
+    const Int8TileOps* int8_tiles() const { return row_ops_ ? row_ops_->tiles : nullptr; }
     float* wide_h(int64_t row) const { return wide_h_ + (row - rows_.first_plain) * wide_stride_; }
     float* h_row(int64_t row) const { return h_ + (row - rows_.first_plain) * h_stride_; }
     // Tiles of bfloat16 take the place of rows of floats: a word is two values.
@@ -102,7 +102,7 @@ private:
     const Isa& isa_;
     const Call& call_;
     const Input input_;
-    const Int8Ops* const int8_;  // null where rows stay floats
+    const RowOps* const row_ops_;  // null where rows stay floats
     const int64_t first_token_, num_tokens_;
     const Layout x_layout_, h_layout_;
     const int64_t token_block_;

@@ -25,10 +25,10 @@ void take_kernel(FourRows& rows, Kernel kernel) {
 Walk::Block Walk::block_of(const Active& active, int64_t first, int64_t m, bool down) const {
     Block block;
     int64_t n = 0;
-    for (int is_float = int8_ ? 0 : 1; is_float < 2; ++is_float) {
+    for (int is_float = row_ops_ ? 0 : 1; is_float < 2; ++is_float) {
         for (int64_t r = active.first_row + first; r < active.first_row + first + m; ++r) {
             const int64_t plain = r - rows_.first_plain, of_x = call_.weight_on_input ? plain : rows_.token[r];
-            if (int8_ && (down ? h_is_float_[plain] : x_is_float_[of_x]) != is_float) continue;
+            if (row_ops_ && (down ? h_is_float_[plain] : x_is_float_[of_x]) != is_float) continue;
             block.row[n] = r;
             block.x[n++] = down ? h_row(r) : tokens_[plain];
         }
@@ -48,7 +48,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     asked.input = Input::floats;
     asked.may_take_eight = false;
     asked.rows = m - block.integers;
-    const Kernel float_kernel = int8_ ? choose(asked) : kernel;
+    const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
     const int rows = rows_at_once(kernel);
     const bool gated = &p == &call_.gate_up && call_.activation.gated;
     const int64_t ahead = (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows);
@@ -90,8 +90,8 @@ void Walk::describe(const Products& products, Reader& reader, int64_t column, Re
 
 void Walk::count(const Products& products, const Reader& reader, int64_t m) const {
     const Stage stage = reader.range->down ? Stage::down : Stage::gate_up;
-    if (!int8_ || products.integers > 0) moestro::count(stage, products.kernel);
-    if (int8_ && products.integers < m) moestro::count(stage, products.float_kernel);
+    if (!row_ops_ || products.integers > 0) moestro::count(stage, products.kernel);
+    if (row_ops_ && products.integers < m) moestro::count(stage, products.float_kernel);
 }
 
 // sums[t][i] of the rows of the step that begins at a column, and m tokens; says which rows these are.
@@ -112,7 +112,7 @@ void Walk::multiply(const Products& products, Reader& reader, int64_t column, in
         describe<4>(products, reader, column, at, &rows);
         take_kernel(rows, products.float_kernel);
         const int64_t n = products.integers;
-        if (n > 0) int8_->four_rows(rows, products.x, n, sums, room.panel);
+        if (n > 0) row_ops_->four_rows(rows, products.x, n, sums, room.panel);
         if (n < m) isa_.four_rows(rows, products.x + n, m - n, sums + 4 * n, room.panel);
     }
     add_bias(products, at, m, sums);
@@ -158,7 +158,7 @@ void Walk::activate(const Range& range, int64_t column, const Block& block, int6
         float* gate = room.gate + t * kChunk;
         isa_.activate(call_.activation, n, gate, room.up + t * kChunk);
         const int64_t row = block.row[t];
-        if (int8_) std::memcpy(wide_h(row) + column, gate, static_cast<size_t>(n) * sizeof(float));
+        if (row_ops_) std::memcpy(wide_h(row) + column, gate, static_cast<size_t>(n) * sizeof(float));
         else h_layout_.place(gate, column, n, h_row(row));
     }
 }

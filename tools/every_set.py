@@ -37,7 +37,8 @@ TESTS = (
 """Those of the engine, the layer, and the seam to Transformers."""
 
 MASKS: dict[str, dict[str, str]] = {
-    "avx512-vnni": {settings.MASK_VARIABLE: "amx_tile", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512-bf16": {settings.MASK_VARIABLE: "amx_tile", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512-vnni": {settings.MASK_VARIABLE: "amx_tile avx512_bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512": {settings.MASK_VARIABLE: "amx_tile avx512_vnni avx512_bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "avx2": {settings.MASK_VARIABLE: "avx512f", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     # PyTorch's own compiler writes code that does not compile below AVX2.
@@ -69,7 +70,7 @@ def main(names: list[str]) -> int:
     if missing is not None:
         print(missing)
         return 1
-    best = next(isa.name for isa in native.ISAS if isa.runs_here and isa.multiplies_floats)
+    best = next(isa.name for isa in native.ISAS if isa.runs_here)
     codes = []
     for isa in native.ISAS:
         if names and isa.name not in names:

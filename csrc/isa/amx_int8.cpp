@@ -428,7 +428,7 @@ static int64_t int8_tile_scratch(int64_t columns) {
 }
 
 static const moestro::Int8TileOps kInt8Tiles = {packed_bytes, pack, int8_tile_rows, int8_tile_scratch};
-static const moestro::Int8Ops kInt8WithTiles = {int8_row_floats, quantize_row, int8_rows, int8_scratch, &kInt8Tiles};
+static const moestro::RowOps kInt8WithTiles = {int8_row_floats, quantize_row, int8_rows, int8_scratch, &kInt8Tiles};
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
@@ -443,6 +443,6 @@ constexpr moestro::Isa make_isa() {
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const Int8Ops kAmxInt8Residual = MOESTRO_ISA::kInt8Residual;
+extern const RowOps kAmxInt8Residual = MOESTRO_ISA::kInt8Residual;
 extern const Isa kAmxInt8 = MOESTRO_ISA::make_isa();
 }  // namespace moestro

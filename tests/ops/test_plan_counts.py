@@ -91,14 +91,14 @@ def weights_for(name, int8_input, are_unstacked):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 def test_what_ran_is_what_was_planned(isa, name, are_unstacked, counted, planned):
+    if isa.multiplies_bfloat16 and name in ("float32", "float16"):
+        pytest.skip("it multiplies bfloat16")
     for int8_input in (False, True):
         runs = isa.multiplies_int8 and name in INTEGER_FORMATS if int8_input else isa.multiplies_floats
         if not runs:
             continue
         weights = weights_for(name, int8_input, are_unstacked)
         for dtype in (torch.bfloat16,) if isa.multiplies_bfloat16 else DTYPES:
-            if isa.multiplies_bfloat16 and name in ("float32", "float16"):
-                continue
             for deterministic in (False, True):
                 torch.use_deterministic_algorithms(deterministic)
                 for num_tokens in TOKENS:

@@ -21,12 +21,13 @@ class Isa:
     """An instruction set that the engine was compiled for.
 
     Attributes:
-        name: "amx", "amx-int8", "avx512-vnni", "avx512", "avx2" or "portable".
+        name: "amx", "amx-int8", "avx512-bf16", "avx512-vnni", "avx512", "avx2" or "portable".
         index: its place in the engine's list, best first.
         needs: the features of a processor that it takes.
         missing: those of them that this one lacks.
         lanes: floats in one of its vectors.
         multiplies_bfloat16: whether it computes in bfloat16, and nothing else.
+        has_tile_unit: whether the processor multiplies tiles of bfloat16 as such.
         multiplies_floats: whether it multiplies rows of floats, bfloat16 ones or all.
         multiplies_int8: whether it multiplies an int8 input.
         multiplies_int8_residual: whether a row of 16 bits meets weights that are integers as int8 and an int8 residual.
@@ -38,6 +39,7 @@ class Isa:
     missing: tuple[str, ...] = ()
     lanes: int = 0
     multiplies_bfloat16: bool = False
+    has_tile_unit: bool = False
     multiplies_floats: bool = False
     multiplies_int8: bool = False
     multiplies_int8_residual: bool = False
@@ -128,7 +130,7 @@ def kernel_table() -> str:
     lines = ["| kernel | runs |", "|---|---|", *(f"| {name} | {when} |" for name, when in kernels), ""]
     lines += ["| weights | rows from which on, beside floats | beside int8 with a residual |", "|---|---|---|"]
     lines += [f"| {weights} | {floats} | {residual} |" for weights, floats, residual in tiles]
-    lines += ["| every other | 1 | 1 |", "", "| instruction set | `direct_tokens` |", "|---|---|"]
+    lines += ["", "| instruction set | `direct_tokens` |", "|---|---|"]
     lines += [f"| {isa.name} | {isa.direct_tokens} |" for isa in module.isas() if isa.multiplies_floats]
     return "\n".join(lines)
 

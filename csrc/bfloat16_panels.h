@@ -1,5 +1,6 @@
-// Packed weights for tiles: 32 rows become panels of bfloat16, 128 columns at a time, exactly (AMX takes subnormal ones
-// for zero). A scale that does not fit into a bfloat16 beside its element stays outside, for the sums of its group.
+// Packed weights for tiles: 32 rows become panels of bfloat16, 128 columns at a time, exactly (AMX and vdpbf16ps take
+// subnormal ones for zero). A scale that does not fit into a bfloat16 beside its element stays outside, for the sums of
+// its group.
 //
 // Of 32 columns of nibbles, four to a word of 16 bits, nibble j of word w stands at 8 * j + w: so x must lie (see
 // `pack`).

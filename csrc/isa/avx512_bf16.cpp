@@ -1,0 +1,128 @@
+// Tiles of bfloat16 by dot products of pairs: a vector holds a pair of each of 16 tokens, and a weight's pair is
+// broadcast from where it lies.
+#define MOESTRO_ISA moestro_avx512_bf16
+#include "../bytes_avx512.h"
+#include "../bfloat16_tiles.h"
+#include "../bfloat16_dots.h"
+#include "../eight_rows.h"
+#include "../int8_residual.h"
+
+namespace MOESTRO_ISA {
+
+static void begin() {}
+static void end() {}
+static void set_width(int) {}
+
+constexpr int kOnce = 8;             // rows of weights whose sums stay in registers
+constexpr int64_t kPieceBlocks = 8;  // of 32 columns, of which x stays in the first cache while all rows pass
+
+// Adds `blocks` blocks of 32 columns of kOnce rows to c[tile][row][token], whose tiles are `apart` floats apart.
+template <int Tiles> MOESTRO_INLINE void add_block_products(const uint8_t* rows, int64_t stride, int64_t blocks,
+                                                            const uint32_t* x, int width, int64_t step, float* c,
+                                                            int64_t apart) {
+    const auto tokens = static_cast<__mmask16>((1 << width) - 1);
+    __m512 sum[kOnce][Tiles];
+#pragma GCC unroll 8
+    for (int r = 0; r < kOnce; ++r)
+#pragma GCC unroll 2
+        for (int t = 0; t < Tiles; ++t) sum[r][t] = _mm512_loadu_ps(c + t * apart + r * kTile);
+    const uint8_t* row[kOnce];
+#pragma GCC unroll 8
+    for (int r = 0; r < kOnce; ++r) row[r] = rows + r * stride;
+    const int64_t pairs = blocks * kTile;
+    for (int64_t p = 0; p < pairs; ++p, x += width) {
+        __m512bh v[Tiles];
+#pragma GCC unroll 2
+        for (int t = 0; t < Tiles; ++t) v[t] = (__m512bh)_mm512_maskz_loadu_epi32(tokens, x + t * step);
+#pragma GCC unroll 8
+        for (int r = 0; r < kOnce; ++r) {
+            int32_t pair;
+            std::memcpy(&pair, row[r] + 4 * p, sizeof pair);
+            const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+            for (int t = 0; t < Tiles; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w, v[t]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kOnce; ++r)
+#pragma GCC unroll 2
+        for (int t = 0; t < Tiles; ++t) _mm512_storeu_ps(c + t * apart + r * kTile, sum[r][t]);
+}
+
+template <int Tiles> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
+    constexpr int64_t kApart = 2 * kTileWords;
+    std::memset(c, 0, Tiles * kApart * sizeof(float));
+    for (int64_t k = 0; k < s.whole; k += kPieceBlocks) {
+        const int64_t n = s.whole - k < kPieceBlocks ? s.whole - k : kPieceBlocks;
+        const uint32_t* piece = x + k * kTile * width;
+        for (int r = 0; r < 2 * kTile; r += kOnce) {
+            const int half = r / kTile, row = r % kTile;
+            if (s.next[0])
+                for (int i = 0; i < kOnce; ++i)
+                    for (int64_t b = 0; b < n; ++b)
+                        _mm_prefetch(reinterpret_cast<const char*>(s.next[half] + (row + i) * s.next_stride[half] +
+                                                                   (k + b) * 64),
+                                     _MM_HINT_T1);
+            add_block_products<Tiles>(s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], n, piece, width,
+                                      step, c + r * kTile, kApart);
+        }
+    }
+    if (!s.has_last) return;
+    for (int r = 0; r < 2 * kTile; r += kOnce)
+        add_block_products<Tiles>(s.last[r / kTile] + r % kTile * 64, 64, 1, x + s.whole * kTile * width, width, step,
+                                  c + r * kTile, kApart);
+}
+
+// Adds a block's sums of all rows and tiles times the scale of each row's group to c.
+template <int Tiles> static void add_scaled(const Packed& p, int64_t group, const float* sums, float* c) {
+    for (int t = 0; t < Tiles; ++t)
+        for (int row = 0; row < 2 * kTile; ++row) {
+            const int64_t at = (t * 2 * kTile + row) * kTile;
+            store(c + at, fma(load(sums + at), set1(p.scales[row * p.room + group]), load(c + at)));
+        }
+}
+
+template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
+                                                               bool keep, const uint32_t* x, int64_t step, float* c) {
+    constexpr int64_t kApart = 2 * kTileWords, kBlockWords = 2 * kTile * kColumns;
+    const Packed& p = decoder.p;
+    const int width = p.rows->width;
+    const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords, in_panel = kPanel / kColumns;
+    const bool by_group = p.scaled == Scaled::group;
+    alignas(64) float sums[Tiles * kApart];
+    std::memset(c, 0, sizeof sums);
+    for (int64_t k = 0; k < blocks; k += in_panel) {
+        uint16_t* const panel = panels + (keep ? k / in_panel * kPanelWords : 0);
+        for (int r = 0; r < 2 * kTile && decode; r += kPart) decoder.part(k * kColumns, r, panel);
+        for (int64_t b = k; b < k + in_panel && b < blocks; ++b) {
+            const auto* tile = reinterpret_cast<const uint8_t*>(panel + (b - k) * kBlockWords);
+            float* const to = by_group ? sums : c;
+            if (by_group) std::memset(sums, 0, sizeof sums);
+            for (int r = 0; r < 2 * kTile; r += kOnce)
+                add_block_products<Tiles>(tile + r * 64, 64, 1, x + b * kTile * width, width, step, to + r * kTile,
+                                          kApart);
+            if (by_group) add_scaled<Tiles>(p, b * kColumns / p.group, sums, c);
+        }
+    }
+}
+
+static const moestro::TileOps kTileOps = {begin, end, pack, gate_up, down, true};
+
+constexpr moestro::Isa make_isa() {
+    using moestro::Feature;
+    moestro::Isa isa = basic_isa(
+        "avx512-bf16", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl,
+                                        Feature::avx512_bf16, Feature::avx512vbmi, Feature::avx512_vnni}));
+    isa.four_rows = four_rows;
+    isa.eight_rows = eight_rows;
+    isa.tiles = &kTileOps;
+    isa.bfloat16 = &kBfloat16;
+    isa.int8_residual = &kInt8Residual;
+    return isa;
+}
+
+}  // namespace MOESTRO_ISA
+
+namespace moestro {
+extern const Isa kAvx512Bf16 = MOESTRO_ISA::make_isa();
+}  // namespace moestro
