@@ -1,0 +1,99 @@
+"""Experts of few rows where weights and tokens are bfloat16 and vectors multiply pairs of them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moestro
+from moestro import Activation, Routing, reference
+from moestro.ops import native
+from moestro.types import GPT_OSS_SWIGLU
+from tolerances import assert_close, bit_equal
+
+from . import problems
+from .engines import run, stored_weights
+from .stored import apart, poison
+
+WIDTHS = (1, 2, 15, 16, 31, 32, 33, 63, 65, 130)
+SIZES = problems.Sizes(12, 98, 75, 4, 2)
+ISAS = [isa for isa in native.ISAS if isa.runs_here and isa.multiplies_bfloat16 and not isa.has_tile_unit]
+
+every_isa = pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+pytestmark = pytest.mark.unpoisoned  # in the deterministic mode every expert takes tiles
+
+
+def problem(sizes=SIZES, activation=GPT_OSS_SWIGLU):
+    x = torch.randn(sizes.num_tokens, sizes.hidden_size).bfloat16()
+    return x, stored_weights("bfloat16", sizes, activation)
+
+
+def close(isa, x, routing, weights):
+    y = run(isa, x, routing, weights)
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        kernels = {use.kernel for use in moestro.explain(moestro.expert_mlp, x, routing, weights).kernels}
+    assert kernels == {"bfloat16 dots"}
+    assert_close(y, reference.expert_mlp(x, routing, weights), torch.bfloat16)
+    return y
+
+
+@every_isa
+def test_sizes_around_vectors(isa):
+    for i, (hidden, inner) in enumerate(itertools.product(WIDTHS, WIDTHS)):
+        sizes = problems.Sizes(1 + i % 15, hidden, inner, 3, 2)
+        x, weights = problem(sizes, problems.ACTIVATIONS[i % 3])
+        routing = problems.routing(sizes, kind="full")
+        y = close(isa, x, routing, weights)
+        if not weights.activation.interleaved:
+            assert bit_equal(run(isa, x, routing, apart(weights)), y)
+
+
+@every_isa
+def test_any_routing_and_weights_on_the_input(isa):
+    x, weights = problem()
+    for kind, weight_on in itertools.product(problems.KINDS, ("output", "input")):
+        routing = problems.routing(SIZES, kind=kind, weight_on=weight_on)
+        assert_close(run(isa, x, routing, weights), reference.expert_mlp(x, routing, weights), torch.bfloat16)
+
+
+@every_isa
+def test_the_same_bits_alone_and_among_few_on_any_number_of_threads(isa):
+    sizes = problems.Sizes(15, 320, 203, 3, 1)
+    x, weights = problem(sizes)
+    routing = problems.routing(sizes, kind="full")
+    whole = close(isa, x, routing, weights)
+    for num_threads, row in itertools.product((1, 2, 5), range(15)):
+        torch.set_num_threads(num_threads)
+        one = Routing(routing.expert_ids[row : row + 1], routing.routing_weights[row : row + 1])
+        assert bit_equal(close(isa, x[row : row + 1], one, weights), whole[row : row + 1])
+
+
+@every_isa
+def test_poison_and_infinity_stay_where_they_are(isa):
+    x, _ = problem()
+    weights = problems.weights(SIZES, Activation(), torch.bfloat16, bias=True)
+    routing = Routing(torch.tensor([[0, 1], [1, 3]]).repeat(6, 1), torch.rand(12, 2))
+    clean = run(isa, x, routing, weights)
+    poison(weights.gate_up, 2)
+    poison(weights.down, 2)
+    x[7], x[9, 3] = torch.nan, torch.inf
+    for stored in (weights, apart(weights)):
+        y = run(isa, x, routing, stored)
+        others = [row for row in range(12) if row not in (7, 9)]
+        assert bit_equal(y[others], clean[others])
+        assert y[7].isnan().all()
+
+
+@every_isa
+def test_values_at_the_ends_of_bfloat16(isa):
+    """Large values stay finite, and those too small for a normal number are zero."""
+    x, weights = problem(replace(SIZES, num_tokens=3), Activation())
+    routing = problems.routing(replace(SIZES, num_tokens=3), kind="full")
+    assert run(isa, 1e18 * x, routing, weights).isfinite().all()
+    tiny = torch.full_like(x, 1e-39)
+    assert_close(
+        run(isa, tiny, routing, weights), reference.expert_mlp(torch.zeros_like(x), routing, weights), torch.bfloat16
+    )
