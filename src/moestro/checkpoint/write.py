@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moestro.checkpoint.header import TensorSpec, check_dtype, in_file_order, render_header, shown
+from moestro.checkpoint.header import TensorSpec, in_file_order, render_header, shown
 from moestro.checkpoint.replace import WRITE, Output, replace_text, replacing
 from moestro.errors import InvalidInputError, invalid_input
 
@@ -46,8 +46,6 @@ def write_file(
             not let the file be written (no folder, no permission, no space). No file is left under either name.
         UnsupportedError: a dtype that safetensors files cannot hold.
     """
-    for spec in tensors:
-        check_dtype(WRITE, spec)
     ordered = in_file_order(tensors)
     header = render_header(ordered, metadata)
     with replacing(path) as file, ThreadPoolExecutor(1, "moestro-sha256") as hasher:
