@@ -124,7 +124,7 @@ class Experts(nn.Module):
             return
         setattr(self, name, None)
         layout = Layout.of(stored)
-        kinds = [f"{name}_{kind}" for kind in layout.names]
+        kinds = [f"{name}_{kind}" for kind in layout.format.names]
         if layout.num_blocks:
             places = product(range(stored.shape[0]), range(layout.num_blocks))
             kinds = [f"{kind}_{e}_{block}" for e, block in places for kind in kinds]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
@@ -290,18 +290,20 @@ def quantize_experts(
     num_experts, num_rows, num_columns = stored.shape
     formats.check_shape(form, num_rows, num_columns, f"quantize {name}")
     stack: list[Tensor] = []
-    for e in range(num_experts):
-        matrix = torch.cat([formats.dequantize(block, _source_dtype(block)) for block in stored.blocks(e)])
-        packed = formats.quantize(matrix, form, search, f"{name}[{e}]")
+    for e, packed in enumerate(quantized(stored, form, search, name)):
         stack = stack or [t.new_empty(num_experts, *t.shape) for t in packed.tensors]
         for all_experts, own in zip(stack, packed.tensors, strict=True):
             all_experts[e] = own
         after(e)
-    return PackedTensor(format=form, **dict(zip(Layout(form).names, stack, strict=True)))
+    return PackedTensor(format=form, **dict(zip(form.names, stack, strict=True)))
 
 
-def _source_dtype(block: PackedTensor) -> torch.dtype:
-    return block.data.dtype if block.format.is_dense else torch.float32
+def quantized(stored: StoredExperts, form: WeightFormat, search: Search, name: str) -> Iterator[PackedTensor]:
+    """Each expert in another format, one after the other; `search` and `name` as for `quantize_experts`."""
+    for e in range(stored.num_experts):
+        blocks = ((block, block.data.dtype if block.format.is_dense else torch.float32) for block in stored.blocks(e))
+        matrix = torch.cat([formats.dequantize(block, dtype) for block, dtype in blocks])
+        yield formats.quantize(matrix, form, search, f"{name}[{e}]")
 
 
 @dataclass(frozen=True)
@@ -320,24 +322,15 @@ class Layout:
     def of(cls, stored: StoredExperts) -> Layout:
         return cls(stored.format, len(stored.matrices[0]) if isinstance(stored, SplitTensor) else 0)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The fields of `PackedTensor` that the format fills: one tensor of each for a stack, or for every matrix."""
-        scaling = self.format.scaling
-        if scaling is None:
-            return ("data",)
-        kinds = {"data": True, "scales": True, "zeros": scaling.zeros, "global_scales": scaling.global_scales}
-        return tuple(name for name, there in kinds.items() if there)
-
     def num_experts(self, tensors: Sequence[Tensor]) -> int:
         """E of the experts that these tensors make up."""
         if self.num_blocks:
-            return len(tensors) // (self.num_blocks * len(self.names))
+            return len(tensors) // (self.num_blocks * len(self.format.names))
         return tensors[0].shape[0]
 
     def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
         """The experts made of these tensors; they come from a value of this layout and are not checked again."""
-        names = self.names
+        names = self.format.names
         packed: list[PackedTensor] = [
             _unchecked(PackedTensor, format=self.format, **dict(zip(names, tensors[i : i + len(names)], strict=True)))
             for i in range(0, len(tensors), len(names))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moestro.checkpoint.header import Entry, damaged, identity, read_object, reading, shown
-from moestro.checkpoint.replace import replace_text
+from moestro.checkpoint.write import replace_text
 from moestro.errors import InvalidInputError, invalid_input
 
 CHECKSUMS = "moestro-checksums.json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,6 +61,29 @@ class WeightFormat:
         """Whether the data is an ordinary floating-point tensor."""
         return self.scaling is None
 
+    def parts(self, shape: Sequence[int]) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+        """The tensors that store weights [N, K] or [E, N, K]: by field of `PackedTensor`, the dtypes and the shape.
+
+        Of several dtypes, which are those that are read, the first is the one that `quantize` writes.
+        """
+        *lead, n, k = shape
+        found: dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {}
+        found["data"] = ((self.storage,), (*lead, n, k // self.per_item))
+        scaling = self.scaling
+        if scaling is not None:
+            grid = (*lead, *scaling.blocks(n, k))
+            found["scales"] = (scaling.dtypes, grid)
+            if scaling.zeros:
+                found["zeros"] = ((torch.uint8,), grid)
+            if scaling.global_scales:
+                found["global_scales"] = ((torch.float32,), tuple(lead))
+        return found
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The fields of `PackedTensor` that the format fills."""
+        return tuple(self.parts((0, 0)))
+
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
@@ -95,8 +120,7 @@ class PackedTensor:
                 fix="Stack the experts along dimension 0 and name the format the data is stored in.",
             )
         scaling = self.format.scaling
-        lead = self.data.shape[:-2]
-        n, k = self.shape[-2:]
+        k = self.num_columns
         if scaling is not None and scaling.rows == 1 and scaling.columns and k % scaling.columns:
             raise invalid_input(
                 "PackedTensor",
@@ -104,19 +128,13 @@ class PackedTensor:
                 needs=f"rows whose length is a multiple of its group, {scaling.columns}",
                 fix="Pad the columns with zeros, or name a format whose groups divide them.",
             )
-        grid = None if scaling is None else (*lead, *scaling.blocks(n, k))
-        has_zeros = scaling is not None and scaling.zeros
-        has_global = scaling is not None and scaling.global_scales
-        self._check("scales", self.scales, grid, () if scaling is None else scaling.dtypes)
-        self._check("zeros", self.zeros, grid if has_zeros else None, (torch.uint8,))
-        self._check("global_scales", self.global_scales, tuple(lead) if has_global else None, (torch.float32,))
-
-    def _check(
-        self, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]
-    ) -> None:
-        if tensor is None and shape is None:
-            return
-        if tensor is None or shape is None or tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        parts = self.format.parts(self.shape)
+        for name in ("scales", "zeros", "global_scales"):
+            tensor = getattr(self, name)
+            dtypes, shape = parts.get(name, ((), None))
+            found = None if tensor is None else tuple(tensor.shape)
+            if found == shape and (tensor is None or tensor.dtype in dtypes):
+                continue
             got = f"no {name}" if tensor is None else f"{name} {list(tensor.shape)} of {tensor.dtype}"
             needs = f"no {name}" if shape is None else f"{list(shape)} of {' or '.join(map(str, dtypes))}"
             raise invalid_input(

@@ -60,7 +60,9 @@ def quantize(
         if format.is_dense:
             packed = PackedTensor(weight.detach().to(format.storage), format)
         else:
-            packed = _empty(format, weight)
+            parts = format.parts(weight.shape).items()
+            empty = {part: weight.new_empty(shape, dtype=dtypes[0]) for part, (dtypes, shape) in parts}
+            packed = PackedTensor(format=format, **empty)
         for source in [] if weight.is_meta else _matrices(weight.detach(), name):
             target = packed if weight.dim() == 2 else packed[source.index[0]]
             if format.is_dense:
@@ -125,21 +127,6 @@ def _matrices(weight: Tensor, name: str) -> Iterator[_Source]:
     else:
         for e, matrix in enumerate(weight):
             yield _Source(matrix, (e,), name)
-
-
-def _empty(format: WeightFormat, weight: Tensor) -> PackedTensor:
-    scaling = format.scaling
-    assert scaling is not None
-    *lead, n, k = weight.shape
-    grid = (*lead, *scaling.blocks(n, k))
-    new = weight.new_empty
-    return PackedTensor(
-        new((*lead, n, k // format.per_item), dtype=format.storage),
-        format,
-        scales=new(grid, dtype=scaling.dtypes[0]),
-        zeros=new(grid, dtype=torch.uint8) if scaling.zeros else None,
-        global_scales=new(tuple(lead), dtype=torch.float32) if scaling.global_scales else None,
-    )
 
 
 def _check_cast(source: _Source, target: PackedTensor) -> None:
