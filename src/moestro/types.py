@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,8 @@ from moestro.errors import invalid_input
 
 EMPTY = -1
 """The expert id of an empty slot: it costs nothing and adds nothing."""
+
+_T = TypeVar("_T")
 
 WeightOn = Literal["output", "input"]
 
@@ -89,8 +91,7 @@ class Routing:
         cls, expert_ids: Tensor, routing_weights: Tensor, weight_on: WeightOn, checked_for: int | None = None
     ) -> Routing:
         """The same value without a look at shapes, dtypes and devices, for tensors made to fit."""
-        made = object.__new__(cls)
-        made.__dict__.update(expert_ids=expert_ids, routing_weights=routing_weights, weight_on=weight_on)
+        made = unchecked(cls, expert_ids=expert_ids, routing_weights=routing_weights, weight_on=weight_on)
         return made if checked_for is None else made.mark_checked(checked_for)
 
     def mark_checked(self, num_experts: int) -> Routing:
@@ -279,7 +280,14 @@ PRESETS = {
 """Activations that have a name of their own; all are gated."""
 
 
-def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
+def unchecked(cls: type[_T], **values: Any) -> _T:
+    """A frozen value without the checks of its constructor; fields that are not named keep their defaults."""
+    made = object.__new__(cls)
+    made.__dict__.update(values)
+    return made
+
+
+def register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
     """Let torch.export and torch.compile carry a frozen dataclass of tensors across their boundary."""
     names = tuple(f.name for f in fields(cls) if f.name not in static)
 
@@ -290,20 +298,13 @@ def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
         children, context = flatten(value)
         return [(pytree.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)], context
 
-    def unflatten(children: Any, context: Any) -> Any:
-        value = object.__new__(cls)
-        for name, item in [*zip(names, children, strict=True), *zip(static, context, strict=True)]:
-            object.__setattr__(value, name, item)
-        return value
-
     pytree.register_pytree_node(
         cls,
         flatten,
-        unflatten,
+        lambda children, context: unchecked(cls, **dict(zip((*names, *static), (*children, *context), strict=True))),
         serialized_type_name=f"moestro.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
 
 
-register_pytree = _register_pytree
-_register_pytree(Routing, static=("weight_on",))
+register_pytree(Routing, static=("weight_on",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -15,7 +15,7 @@ from moestro import formats
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import INTEGERS, PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
-from moestro.types import SWIGLU, Activation, InputFormat, register_pytree
+from moestro.types import SWIGLU, Activation, InputFormat, register_pytree, unchecked
 
 OutputNorm = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class ExpertWeights:
     down: StoredExperts
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    activation: Activation = field(default=SWIGLU)
+    activation: Activation = SWIGLU
     output_norm: OutputNorm | None = None
     input_format: InputFormat = "float"
 
@@ -99,10 +99,8 @@ class ExpertWeights:
         input_format: InputFormat,
     ) -> ExpertWeights:
         """Weights of what a checked value was made of: a node of a graph makes them at every call."""
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "output_norm": None}
-        rest = {"activation": activation, "input_format": input_format}
-        made: ExpertWeights = _unchecked(cls, gate_up=gate_up, down=down, **biases, **rest)
-        return made
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return unchecked(cls, gate_up=gate_up, down=down, **biases, activation=activation, input_format=input_format)
 
     def quantize(
         self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
@@ -331,15 +329,14 @@ class Layout:
     def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
         """The experts made of these tensors; they come from a value of this layout and are not checked again."""
         names = self.format.names
-        packed: list[PackedTensor] = [
-            _unchecked(PackedTensor, format=self.format, **dict(zip(names, tensors[i : i + len(names)], strict=True)))
+        packed = [
+            unchecked(PackedTensor, format=self.format, **dict(zip(names, tensors[i : i + len(names)], strict=True)))
             for i in range(0, len(tensors), len(names))
         ]
         if not self.num_blocks:
             return packed[0]
         matrices = (tuple(packed[i : i + self.num_blocks]) for i in range(0, len(packed), self.num_blocks))
-        split: SplitTensor = _unchecked(SplitTensor, matrices=tuple(matrices))
-        return split
+        return unchecked(SplitTensor, matrices=tuple(matrices))
 
 
 class Built:
@@ -368,14 +365,6 @@ class Built:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def _unchecked(cls: Any, **values: Any) -> Any:
-    """A frozen value without the checks of its constructor; fields that are not named keep their defaults."""
-    made = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 register_pytree(PackedTensor, static=("format",))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
+from moestro.types import unchecked
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class PackedTensor:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor it is made of: data, scales, zeros, global_scales."""
-        return tuple(t for t in (self.data, self.scales, self.zeros, self.global_scales) if t is not None)
+        return tuple(getattr(self, name) for name in self.format.names)
 
     @property
     def nbytes(self) -> int:
@@ -175,14 +176,8 @@ class PackedTensor:
 
     def __getitem__(self, expert: int) -> PackedTensor:
         """One expert's matrix of a stack; nothing is copied."""
-        scales, zeros, global_scales = self.scales, self.zeros, self.global_scales
-        return _checked(
-            self.data.select(0, expert),
-            self.format,
-            None if scales is None else scales.select(0, expert),
-            None if zeros is None else zeros.select(0, expert),
-            None if global_scales is None else global_scales.select(0, expert),
-        )
+        parts = {name: getattr(self, name).select(0, expert) for name in self.format.names}
+        return unchecked(PackedTensor, format=self.format, **parts)
 
     def blocks(self, expert: int) -> tuple[PackedTensor, ...]:
         """The matrices that make up one expert's rows, top to bottom: here a single one."""
@@ -194,23 +189,12 @@ class PackedTensor:
         Where `stop` is none either, the last scales are those of blocks that the cut leaves in part.
         """
         scaling = self.format.scaling
-        scales, zeros = self.scales, self.zeros
+        cut = {"data": self.data[start:stop]}
         if scaling is not None and scaling.rows:
-            height = scaling.rows
-            assert start % height == 0
-            first, last = start // height, -(-stop // height)
-            scales = None if scales is None else scales[first:last]
-            zeros = None if zeros is None else zeros[first:last]
-        return _checked(self.data[start:stop], self.format, scales, zeros, self.global_scales)
-
-
-def _checked(
-    data: Tensor, format: WeightFormat, scales: Tensor | None, zeros: Tensor | None, global_scales: Tensor | None
-) -> PackedTensor:
-    """A part of a packed tensor, whose dtypes and shapes were checked with the whole: decoding takes many of them."""
-    part = object.__new__(PackedTensor)
-    part.__dict__.update(data=data, format=format, scales=scales, zeros=zeros, global_scales=global_scales)
-    return part
+            assert start % scaling.rows == 0
+            blocks = slice(start // scaling.rows, -(-stop // scaling.rows))
+            cut |= {name: getattr(self, name)[blocks] for name in self.format.names if name in ("scales", "zeros")}
+        return unchecked(PackedTensor, **{**self.__dict__, **cut})
 
 
 @dataclass(frozen=True, eq=False)

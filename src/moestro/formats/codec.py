@@ -105,6 +105,11 @@ def scaled(steps: Steps, factors: Sequence[float]) -> Iterable[Steps]:
         yield Steps(scales, scales.to(torch.float32), steps.zeros)
 
 
+def scaled_by(factors: Sequence[float]) -> Callable[[Bounds, Steps], Iterable[Steps]]:
+    """The nearest scales times each factor, as a codec's `others`."""
+    return lambda bounds, nearest: scaled(nearest, factors)
+
+
 def as_steps(scales: Tensor, unit: Tensor | None = None) -> Steps:
     """The steps that stored scales [B, 1] stand for."""
     step = read_scales(scales)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moestro.errors import InvalidInputError, invalid_input
-from moestro.formats.base import PackedTensor, WeightFormat
-from moestro.formats.blocks import from_blocks, row_sums, to_blocks
+from moestro.formats.base import PackedTensor, Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, float32_steps
 from moestro.formats.decode import panel_height
 from moestro.formats.nvfp4 import LARGEST
 from moestro.formats.registry import CODECS, find_format
 
 Search = Literal["nearest", "mse"]
+_AT_ONCE = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -63,8 +64,10 @@ def quantize(
             parts = format.parts(weight.shape).items()
             empty = {part: weight.new_empty(shape, dtype=dtypes[0]) for part, (dtypes, shape) in parts}
             packed = PackedTensor(format=format, **empty)
-        for source in [] if weight.is_meta else _matrices(weight.detach(), name):
-            target = packed if weight.dim() == 2 else packed[source.index[0]]
+        given = weight.detach()
+        matrices = [((), given)] if given.dim() == 2 else [((e,), matrix) for e, matrix in enumerate(given)]
+        for index, matrix in [] if given.is_meta else matrices:
+            source, target = _Source(matrix, index, name), packed[index[0]] if index else packed
             if format.is_dense:
                 _check_cast(source, target)
             else:
@@ -119,14 +122,6 @@ class _Source:
                 column,
                 f"weights within the range of {panel.dtype} for {format.name}" if finite else "finite weights",
             )
-
-
-def _matrices(weight: Tensor, name: str) -> Iterator[_Source]:
-    if weight.dim() == 2:
-        yield _Source(weight, (), name)
-    else:
-        for e, matrix in enumerate(weight):
-            yield _Source(matrix, (e,), name)
 
 
 def _check_cast(source: _Source, target: PackedTensor) -> None:
@@ -249,3 +244,37 @@ def squared_errors(blocks: Tensor, steps: Steps, codec: Codec) -> Tensor:
 def _errors_in_units(blocks: Tensor, steps: Steps, codec: Codec) -> Tensor:
     units = blocks / steps.step
     return row_sums(codec.round(units, steps).sub_(units).square_())
+
+
+def to_blocks(panel: Tensor, scaling: Scaling) -> Tensor:
+    """[n, K] -> [B, M], blocks from left to right and top to bottom; what a cut-off block lacks is zero.
+
+    Where all rows share a scale, each row stands for itself.
+    """
+    if scaling.rows <= 1:
+        return panel.view(-1, scaling.columns) if scaling.columns else panel
+    rows, columns = scaling.rows, scaling.columns
+    n, k = panel.shape
+    down, across = scaling.blocks(n, k)
+    full = F.pad(panel, (0, across * columns - k, 0, down * rows - n))
+    return full.view(down, rows, across, columns).transpose(1, 2).reshape(down * across, rows * columns)
+
+
+def from_blocks(blocks: Tensor, shape: Sequence[int], scaling: Scaling) -> Tensor:
+    """[B, M] -> [n, K], what `to_blocks` was given."""
+    n, k = shape
+    if scaling.rows <= 1:
+        return blocks.view(n, k)
+    rows, columns = scaling.rows, scaling.columns
+    down, across = scaling.blocks(n, k)
+    full = blocks.view(down, across, rows, columns).transpose(1, 2).reshape(down * rows, across * columns)
+    return full[:n, :k]
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """[B, M] -> [B, 1], each row summed in an order that depends on M alone, not on B or the number of threads."""
+    # torch divides a sum among threads when it has a single result and more than 32768 terms.
+    total = x[:, :_AT_ONCE].sum(1, keepdim=True)
+    for start in range(_AT_ONCE, x.shape[1], _AT_ONCE):
+        total += x[:, start : start + _AT_ONCE].sum(1, keepdim=True)
+    return total

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from moestro.formats.base import Scaling, WeightFormat
-from moestro.formats.codec import Bounds, Codec, Steps, float32_steps, scaled
+from moestro.formats.codec import Codec, float32_steps, scaled_by
 from moestro.formats.elements import E4M3_LARGEST, encode_e4m3, round_e4m3
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -27,13 +25,9 @@ _FACTORS = tuple(2 ** (i / 8) for i in range(1, 8))
 """Within a factor of two the scale decides where weights fall between the powers of two; beyond, all repeats."""
 
 
-def _others(bounds: Bounds, nearest: Steps) -> Iterable[Steps]:
-    return scaled(nearest, _FACTORS)
-
-
 _CODEC = Codec(
     nearest=lambda bounds: float32_steps(bounds.amax, E4M3_LARGEST),
-    others=_others,
+    others=scaled_by(_FACTORS),
     round=lambda units, steps: round_e4m3(units),
     encode=lambda units, steps: encode_e4m3(units),
     pack=lambda codes: codes,
