@@ -8,6 +8,7 @@ Shape legend, used in every docstring of the package:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
@@ -221,8 +222,9 @@ class Activation:
                 needs='kind="custom" and a function together, or neither',
                 fix="Set both or drop both.",
             )
+        numbers = (float(self.alpha), None if self.limit is None else float(self.limit), float(self.up_offset))
         # Here and not where it is needed: a tracer that lets sizes vary takes an object's numbers for sizes.
-        object.__setattr__(self, "_code", self._encode())
+        object.__setattr__(self, "_code", json.dumps((self.kind, bool(self.gated), bool(self.interleaved), *numbers)))
 
     @classmethod
     def of(cls, value: Activation | str, operation: str = "Activation") -> Activation:
@@ -245,11 +247,6 @@ class Activation:
             fix='A function of your own is Activation(kind="custom", function=...); a plain expert has gated=False.',
         )
 
-    def _encode(self) -> str:
-        limit = "none" if self.limit is None else repr(float(self.limit))
-        numbers = f"{float(self.alpha)!r}|{limit}|{float(self.up_offset)!r}"
-        return f"{self.kind}|{int(self.gated)}|{int(self.interleaved)}|{numbers}"
-
     @property
     def code(self) -> str:
         """All of it but the function as a string, which a graph can hold; `decode` reads it back."""
@@ -258,15 +255,7 @@ class Activation:
     @classmethod
     def decode(cls, code: str) -> Activation:
         """The activation without a function whose `code` this is."""
-        kind, gated, interleaved, alpha, limit, up_offset = code.split("|")
-        return cls(
-            kind=kind,  # type: ignore[arg-type]
-            gated=gated == "1",
-            interleaved=interleaved == "1",
-            alpha=float(alpha),
-            limit=None if limit == "none" else float(limit),
-            up_offset=float(up_offset),
-        )
+        return cls(*json.loads(code))
 
 
 SWIGLU = Activation()
