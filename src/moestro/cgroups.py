@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-
-
-@dataclass(frozen=True)
-class _Version:
-    """The files of one version. What is cached counts as used there, though the kernel gives it back when asked."""
-
-    limits: tuple[str, ...]
-    used: str
-    cached: str
-
-
-_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_FILES = {
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+"""By version: the files of limits, that of the bytes in use, and what of these is cached and given back when asked."""
 
 
 @dataclass(frozen=True)
@@ -42,58 +34,53 @@ def limits(root: Path = ROOT) -> list[Limit]:
     Args:
         root: the folder that holds proc/self/cgroup, proc/self/mountinfo and the mount points named there.
     """
-    return [found for folder, version in _groups(root) if (found := _limit(folder, version)) is not None]
+    return [found for folder, version in _groups(root) if (found := _limit(folder, *_FILES[version])) is not None]
 
 
-def _limit(folder: Path, version: _Version) -> Limit | None:
-    numbers = [int(text) for name in version.limits if (text := _read(folder / name).strip()).isdecimal()]
-    used = _read(folder / version.used).strip()
+def _limit(folder: Path, names: tuple[str, ...], used_name: str, cached_name: str) -> Limit | None:
+    numbers = [int(text) for name in names if (text := read_text(folder / name).strip()).isdecimal()]
+    used = read_text(folder / used_name).strip()
     if not numbers or not used.isdecimal():
         return None
-    cached = re.search(rf"^{version.cached} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+    cached = re.search(rf"^{cached_name} (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
     held = max(int(used) - (int(cached[1]) if cached else 0), 0)
     return Limit(min(numbers), max(min(numbers) - held, 0))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """The folders of this process's groups that can limit memory, and those of their ancestors."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            version, kind = _V1, "cgroup"
-        elif hierarchy == "0":
-            version, kind = _V2, "cgroup2"
-        else:
+def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders of this process's groups that can limit memory, and those of their ancestors; their version."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
+        in_version_1 = "memory" in controllers.split(",")
+        if not in_version_1 and hierarchy != "0":
             continue
-        for mounted, mount_point in _mounts(root, kind):
-            inside = _below(path, mounted)
-            for group in (inside, *inside.parents):
-                yield root / str(mount_point / group).lstrip("/"), version
+        version = "cgroup" if in_version_1 else "cgroup2"
+        for mounted, mount_point in _mounts(root, version):
+            # A container may see less of the hierarchy than the path names.
+            group = PurePosixPath(path)
+            seen = ".." not in group.parts and group.is_relative_to(mounted)
+            inside = group.relative_to(mounted) if seen else PurePosixPath()
+            for folder in (inside, *inside.parents):
+                yield root / str(mount_point / folder).lstrip("/"), version
 
 
-def _mounts(root: Path, kind: str) -> Iterator[tuple[str, PurePosixPath]]:
+def _mounts(root: Path, version: str) -> Iterator[tuple[str, PurePosixPath]]:
     """Which part of the hierarchy lies where, of each place where it is mounted."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         own, other = before.split(), after.split()
-        if len(own) > 4 and other and other[0] == kind and (kind == "cgroup2" or "memory" in other[-1].split(",")):
-            yield _unescaped(own[3]), PurePosixPath(_unescaped(own[4]))
+        if (
+            len(own) > 4
+            and other
+            and other[0] == version
+            and (version == "cgroup2" or "memory" in other[-1].split(","))
+        ):
+            part, place = (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text) for text in own[3:5])
+            yield part, PurePosixPath(place)
 
 
-def _below(path: str, mounted: str) -> PurePosixPath:
-    """A group's path inside a mount. A container may see less of the hierarchy than the path names."""
-    group = PurePosixPath(path)
-    if ".." not in group.parts and group.is_relative_to(mounted):
-        return group.relative_to(mounted)
-    return PurePosixPath()
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
-
-
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """What a file of the system says; "" where it says nothing."""
     try:
         return path.read_text()
     except (OSError, ValueError):

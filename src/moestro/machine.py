@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moestro import cgroups
+from moestro.cgroups import read_text
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PROBE_BYTES = 1 << 30
@@ -226,7 +227,7 @@ def available_bytes(device: torch.device | str = "cpu", root: Path = cgroups.ROO
     if device.type != "cpu":
         free, _ = torch.get_device_module(device).mem_get_info(device)
         return int(free)
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"))
+    found = re.search(r"MemAvailable:\s+(\d+) kB", read_text(root / "proc/meminfo"))
     free = int(found[1]) * 1024 if found else _physical_bytes() // 2
     return min([free, *(limit.left_bytes for limit in cgroups.limits(root))])
 
@@ -248,7 +249,7 @@ def cache_bytes() -> dict[str, int]:
     """Sizes of the caches the first core sees ("L2" -> bytes; "L1d" and "L1i"), where the system tells."""
     sizes: dict[str, int] = {}
     for folder in sorted(_CACHES.glob("index*")):
-        level, kind, size = (_read(folder / name).strip() for name in ("level", "type", "size"))
+        level, kind, size = (read_text(folder / name).strip() for name in ("level", "type", "size"))
         found = re.fullmatch(r"(\d+)([KM]?)", size)
         if found and level:
             suffix = {"Data": "d", "Instruction": "i"}.get(kind, "")
@@ -258,19 +259,12 @@ def cache_bytes() -> dict[str, int]:
 
 def processor_name() -> str:
     """The processor's own name where the system tells it, else its architecture."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def features() -> list[str]:
     """The instruction sets that matter to matmuls, of those the processor lists."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     listed = set(found[1].split()) if found else set()
     return [name for name in (*_X86_FEATURES, *_NEWER_X86_FEATURES, *_ARM_FEATURES) if name in listed]
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moestro.checkpoint.header import TensorSpec, in_file_order, render_header
 from moestro.checkpoint.read import Checkpoint
-from moestro.checkpoint.scheme import Scheme
+from moestro.checkpoint.scheme import Scheme, refused
 from moestro.checkpoint.write import plan_shards, shard_names
-from moestro.errors import InvalidInputError, invalid_input
+from moestro.errors import InvalidInputError
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat, check_shape
 from moestro.formats.encode import Search
 from moestro.weights import quantized
@@ -22,7 +22,6 @@ from moestro.weights import quantized
 CHUNK_BYTES = 16 * 2**20
 METADATA = {"format": "pt"}
 """What Transformers asks of every file."""
-OPERATION = "quantize"
 _SHOWN = 5
 
 
@@ -186,8 +185,7 @@ def _in_source_order(checkpoint: Checkpoint, projections: Sequence[Projection]) 
 
 def _check_overrides(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme: Scheme) -> None:
     if not experts:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"{checkpoint.location}, a checkpoint without experts",
             needs="a Mixture-of-Experts model",
             fix="Only experts are quantised; a dense model has none.",
@@ -198,8 +196,7 @@ def _check_overrides(checkpoint: Checkpoint, experts: Sequence[ExpertSource], sc
             continue
         others = [name for name in checkpoint.names if fnmatchcase(name, pattern)]
         matched = f"matches only {_some(others)}, no experts" if others else "matches nothing"
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"override {pattern!r}, which {matched}",
             needs=f"a pattern on the names of experts, such as {targets[0]} or *.layers.0.*",
             fix="Only experts get a format; routers, attention and everything else are copied.",
@@ -219,13 +216,12 @@ def _check_shapes(projections: Iterable[Projection]) -> None:
     problems, needs = [], []
     for (weight_format, n, k), targets in alike.items():
         try:
-            check_shape(weight_format, n, k, OPERATION)
+            check_shape(weight_format, n, k, "quantize")
         except InvalidInputError as error:
             problems.append(f"{_some(targets)} [{n}, {k}] for {weight_format.name}")
             needs.append(str(error).partition("; needs ")[2].partition(". ")[0])
     if problems:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got="; ".join(problems),
             needs="; ".join(dict.fromkeys(needs)),
             fix="Pick another format, or leave these as they are with --override NAME=bfloat16.",
@@ -242,16 +238,14 @@ def _check_sources(projections: Iterable[Projection]) -> None:
     ]
     if twice:
         stored, wanted = twice[0].source.stored.format, twice[0].format
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"{_some([p.source.target for p in twice])} stored as {stored.name}, for {wanted.name}",
             needs=f"{stored.name} itself, bfloat16, or elements of fewer than its {int(stored.bits)} bits",
             fix="Rounding again would lose and save nothing: quantise from the original weights.",
         )
     apart = [p for p in projections if p.kept and not p.joins]
     if apart:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"{_some([p.source.target for p in apart])} stored as {apart[0].format.name}, each expert in pieces",
             needs="matrices whose blocks of scales are not cut where they meet, to keep them in the same format",
             fix="Pick bfloat16, or a format of fewer bits, for these.",
@@ -261,8 +255,7 @@ def _check_sources(projections: Iterable[Projection]) -> None:
 def _check_names(items: Iterable[Item]) -> None:
     ((name, count),) = Counter(spec.name for item in items for spec in item.specs).most_common(1)
     if count > 1:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"a source that has a tensor {name} already",
             needs="that name for the quantised experts",
             fix="Rename the tensor, which no published model has.",

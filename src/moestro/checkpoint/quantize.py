@@ -18,12 +18,11 @@ from torch import Tensor
 
 from moestro.checkpoint.checksums import CHECKSUMS, write_checksums
 from moestro.checkpoint.header import read_object
-from moestro.checkpoint.outputs import METADATA, OPERATION, ExpertSource, Item, Outputs, plan_outputs
+from moestro.checkpoint.outputs import METADATA, ExpertSource, Item, Outputs, plan_outputs
 from moestro.checkpoint.read import Checkpoint, open_checkpoint
 from moestro.checkpoint.resume import RECORD, Record, begin, commit, followed, is_complete, open_partial
-from moestro.checkpoint.scheme import MARK, METHOD, Scheme
+from moestro.checkpoint.scheme import MARK, METHOD, Scheme, refused
 from moestro.checkpoint.write import PARTIAL, replace_text, replacing, write_file, write_index
-from moestro.errors import invalid_input
 
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
@@ -144,27 +143,22 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
 
 def _check_destination(job: Job) -> None:
     source, destination = job.folder.resolve(), job.destination.resolve()
-    for inner, outer, how in ((destination, source, "in"), (source, destination, "around")):
-        if inner == outer or inner.is_relative_to(outer):
-            where = "is" if inner == outer else f"lies {how}"
-            raise invalid_input(
-                OPERATION,
-                got=f"destination {destination}, which {where} the source {source}",
-                needs="a folder beside the source",
-                fix="Name another folder; the source stays as it is.",
+    there = destination.exists()
+    flaws = {
+        f"which is the source {source}": destination == source,
+        f"which lies in the source {source}": destination.is_relative_to(source),
+        f"which lies around the source {source}": source.is_relative_to(destination),
+        "a file": there and not destination.is_dir(),
+        "the working folder": there and os.path.samefile(destination, os.curdir),
+        "where a disk is mounted": os.path.ismount(destination),
+    }
+    for flaw, found in flaws.items():
+        if found:
+            raise refused(
+                got=f"destination {destination}, {flaw}",
+                needs="a folder beside the source that another can take the place of, once that is complete",
+                fix="Name another folder.",
             )
-    if job.destination.exists() and not job.destination.is_dir():
-        raise invalid_input(
-            OPERATION, got=f"destination {job.destination}, a file", needs="a folder", fix="Name another."
-        )
-    working = destination.exists() and os.path.samefile(destination, os.curdir)
-    if working or os.path.ismount(destination):
-        raise invalid_input(
-            OPERATION,
-            got=f"destination {destination}, {'the working folder' if working else 'where a disk is mounted'}",
-            needs="a folder that another can take the place of, once that is complete",
-            fix="Name a folder in it.",
-        )
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -211,8 +205,7 @@ def _check_inside(folder: Path, path: Path) -> None:
     here, there = folder.resolve(), path.resolve()
     blobs = here.parent.parent / "blobs" if here.parent.name == "snapshots" else here  # as the hub's cache has them
     if not there.is_relative_to(here) and there.parent != blobs:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"{path}, a link to {there}, outside the source",
             needs="files that lie in the source",
             fix="Put a copy of the file in its place, or remove the link.",
@@ -252,8 +245,7 @@ def _check_space(job: Job, outputs: Outputs, partial: Path, finished: Container[
     missing += sum((job.folder / path).stat().st_size for path in other_files(job.folder))
     free = shutil.disk_usage(partial).free
     if free < missing:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"{free / 1e9:.2f} GB ({free} bytes) free where {partial} lies",
             needs=f"{missing / 1e9:.2f} GB ({missing} bytes) for what is still to be written",
             fix="Free the space, or name a folder on another disk.",

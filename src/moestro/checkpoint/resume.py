@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moestro.checkpoint.header import read_object
-from moestro.checkpoint.outputs import OPERATION
+from moestro.checkpoint.scheme import refused
 from moestro.checkpoint.write import PARTIAL, explained, replace_text, sync_folder
-from moestro.errors import InvalidInputError, invalid_input
 
 RECORD = "moestro-quantize.json"
 """What a folder was made of and how; stays in it."""
@@ -44,33 +43,37 @@ def is_complete(folder: Path, record: Record) -> bool:
     Raises:
         InvalidInputError: the folder holds anything else, or a shard of it is missing or cut.
     """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    if not (folder / RECORD).is_file():
-        raise invalid_input(
-            OPERATION,
-            got=f"{folder}, which exists and is not the result of an earlier run",
+    found = _finished(folder, record)
+    lost = [] if found is None else [name for name in record["shards"] if name not in found]
+    if lost:
+        raise refused(
+            got=f"{folder / lost[0]}, missing or cut, which was complete",
+            needs=f"the {record['shards'][lost[0]]} bytes that were written",
+            fix="Delete the folder and run again.",
+        )
+    return found is not None
+
+
+def _finished(folder: Path, record: Record) -> frozenset[str] | None:
+    """Which shards in a folder are complete; None where nothing was begun."""
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if there <= {RECORD + PARTIAL}:
+        return None
+    if RECORD not in there:
+        raise refused(
+            got=f"{folder}, which exists and is not the result of such a run",
             needs="a folder that does not exist, or an empty one",
-            fix="Name another folder.",
+            fix="Name another folder, or delete that one.",
         )
     _check_same(folder, record)
-    for name, size in record["shards"].items():
-        found = _size(folder / name)
-        if found != size:
-            raise invalid_input(
-                OPERATION,
-                got=f"{folder / name}, {'missing' if found is None else f'{found} bytes'}, which was complete",
-                needs=f"the {size} bytes that were written",
-                fix="Delete the folder and run again.",
-            )
-    return True
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    return frozenset(name for name, size in record["shards"].items() if sizes.get(name) == size)
 
 
 def _check_same(folder: Path, record: Record) -> None:
     there = read_object(folder / RECORD, "a record", f"Delete {folder}.")
     if there != record:
-        raise invalid_input(
-            OPERATION,
+        raise refused(
             got=f"{folder}, begun with something else: {'; '.join(_differences(there, record))}",
             needs="the same source and options as when it was begun, or another folder",
             fix=f"Repeat that command to continue it, name another folder, or delete {folder}.",
@@ -104,12 +107,22 @@ def open_partial(destination: Path, record: Record) -> Iterator[tuple[Path, froz
             written, or is open.
     """
     path = partial_folder(destination)
-    _check_no_links(path)
+    link = next((found for found in (path, *path.rglob("*")) if found.is_symlink()), None)
+    if link is not None:  # moestro makes none: what is written must lie in the folder
+        raise refused(
+            got=f"{link}, a link to {link.resolve()}",
+            needs="a place of its own for the result while it is incomplete",
+            fix="Delete the link, or name another folder.",
+        )
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         try:
-            yield path, _finished(path, record)
+            finished = _finished(path, record)
+            for cut in path.rglob("*" + PARTIAL):
+                if not cut.is_dir():
+                    cut.unlink()
+            yield path, finished or frozenset()
         finally:
             with suppress(OSError):
                 path.rmdir()
@@ -132,62 +145,18 @@ def commit(path: Path, destination: Path) -> None:
         sync_folder(destination.parent)
 
 
-def _check_no_links(path: Path) -> None:
-    """Refuse links where moestro makes none: what is written must lie in the folder."""
-    link = next((found for found in (path, *path.rglob("*")) if found.is_symlink()), None)
-    if link is not None:
-        raise invalid_input(
-            OPERATION,
-            got=f"{link}, a link to {link.resolve()}",
-            needs="a place of its own for the result while it is incomplete",
-            fix="Delete the link, or name another folder.",
-        )
-
-
-def _finished(path: Path, record: Record) -> frozenset[str]:
-    """Which shards are complete; what was cut off is cleared away, what another wrote is left alone."""
-    if not (path / RECORD).exists():
-        first = path / (RECORD + PARTIAL)
-        if any(found != first for found in path.iterdir()):
-            raise invalid_input(
-                OPERATION,
-                got=f"{path}, which exists and is not an unfinished result",
-                needs="that name for the result while it is incomplete",
-                fix="Name another folder, or delete that one.",
-            )
-        first.unlink(missing_ok=True)
-        return frozenset()
-    _check_same(path, record)
-    for cut in path.rglob("*" + PARTIAL):
-        if not cut.is_dir():
-            cut.unlink()
-    return frozenset(name for name, size in record["shards"].items() if _size(path / name) == size)
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            busy = not path.exists() or not os.path.samestat(os.fstat(handle), path.stat())
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise _busy(path) from None
-        if not path.exists() or not os.path.samestat(os.fstat(handle), path.stat()):
-            raise _busy(path)
+            busy = error.errno not in _NO_LOCKS
+        if busy:
+            got = f"{path}, which another run is writing"
+            raise refused(got=got, needs="one run at a time", fix="Wait for the other run.")
         yield
     finally:
         os.close(handle)
-
-
-def _busy(path: Path) -> InvalidInputError:
-    return invalid_input(
-        OPERATION,
-        got=f"{path}, which another run is writing",
-        needs="one run at a time",
-        fix="Wait for the other run.",
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, get_args
 
 from moestro.errors import InvalidInputError, invalid_input
@@ -12,6 +13,9 @@ from moestro.formats import WeightFormat, find_format
 from moestro.formats.encode import Search
 
 SEARCHES = get_args(Search)
+
+refused = partial(invalid_input, "quantize")
+"""The error about a checkpoint that is not quantised."""
 
 METHOD = "moestro"
 """What Transformers knows the experts implementation and the quantisation by."""
@@ -49,8 +53,7 @@ class Scheme:
         for name in (self.format, *self.overrides.values()):
             find_format(name)
         if self.search not in SEARCHES:
-            raise invalid_input(
-                "quantize",
+            raise refused(
                 got=f"search {self.search!r}",
                 needs=" or ".join(SEARCHES),
                 fix="mse takes longer, and errs less.",

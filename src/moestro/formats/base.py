@@ -86,8 +86,35 @@ class WeightFormat:
         return tuple(self.parts((0, 0)))
 
 
+class _Stored:
+    """What follows from the shape and the tensors of stored weights."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    @property
+    def num_experts(self) -> int:
+        """E, of stacked and of unstacked experts."""
+        return self.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """K, what a product sums over."""
+        return self.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, scales included."""
+        return sum(t.nbytes for t in self.tensors)
+
+
 @dataclass(frozen=True, eq=False)
-class PackedTensor:
+class PackedTensor(_Stored):
     """Weights as stored: the data, what goes with it, and the format that says how to read both.
 
     A stack of experts [E, N, K], or one matrix [N, K]; K is the dimension that a product sums over. Sizes below are
@@ -151,24 +178,9 @@ class PackedTensor:
         return (*self.data.shape[:-1], self.data.shape[-1] * self.format.per_item)
 
     @property
-    def num_experts(self) -> int:
-        """E of a stack."""
-        return self.data.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        """K, what a product sums over."""
-        return self.data.shape[-1] * self.format.per_item
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor it is made of: data, scales, zeros, global_scales."""
         return tuple(getattr(self, name) for name in self.format.names)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored, scales included."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +210,7 @@ class PackedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class SplitTensor:
+class SplitTensor(_Stored):
     """Unstacked experts, as checkpoints with one tensor a projection store them.
 
     Attributes:
@@ -234,24 +246,9 @@ class SplitTensor:
         return (len(self.matrices), sum(m.shape[0] for m in first), first[0].shape[1])
 
     @property
-    def num_experts(self) -> int:
-        """E."""
-        return len(self.matrices)
-
-    @property
-    def num_columns(self) -> int:
-        """K, what a product sums over."""
-        return self.matrices[0][0].num_columns
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor it is made of, expert by expert."""
         return tuple(t for expert in self.matrices for m in expert for t in m.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored, scales included."""
-        return sum(m.nbytes for expert in self.matrices for m in expert)
 
     @property
     def device(self) -> torch.device:
