@@ -69,7 +69,7 @@ def measure(dtype: torch.dtype = torch.float32, device: torch.device | str = "cp
     device = torch.device(device)
     dtypes = {dtype, torch.float32} if device.type == "cpu" and dtype.itemsize == 2 else {dtype}
     with torch.inference_mode():
-        return Roof(_bandwidth(device), max(_matmul_rate(d, device) for d in dtypes))
+        return Roof(max(bandwidths(device).values()), max(_matmul_rate(d, device) for d in dtypes))
 
 
 def roof(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Roof:
@@ -128,10 +128,6 @@ def describe_gpu(device: torch.device | str) -> dict[str, Any]:
 def probe_bytes(device: torch.device | str = "cpu") -> int:
     """Size of the buffer behind the bandwidth probe: 1 GiB, or a quarter of the free memory if that is less."""
     return max(min(_PROBE_BYTES, available_bytes(device) // 4) // 2**20 * 2**20, 2**24)
-
-
-def _bandwidth(device: torch.device) -> float:
-    return max(bandwidths(device).values())
 
 
 def bandwidths(device: torch.device | str) -> dict[str, float]:

@@ -196,6 +196,9 @@ class Activation:
     up_offset: float = 0.0
     function: Callable[[Tensor], Tensor] | None = None
 
+    code: ClassVar[str]
+    """All of it but the function as a string, which a graph can hold; `decode` reads it back."""
+
     def __post_init__(self) -> None:
         kinds = ActivationKind.__args__  # type: ignore[attr-defined]
         if self.kind not in kinds:
@@ -224,7 +227,7 @@ class Activation:
             )
         numbers = (float(self.alpha), None if self.limit is None else float(self.limit), float(self.up_offset))
         # Here and not where it is needed: a tracer that lets sizes vary takes an object's numbers for sizes.
-        object.__setattr__(self, "_code", json.dumps((self.kind, bool(self.gated), bool(self.interleaved), *numbers)))
+        object.__setattr__(self, "code", json.dumps((self.kind, bool(self.gated), bool(self.interleaved), *numbers)))
 
     @classmethod
     def of(cls, value: Activation | str, operation: str = "Activation") -> Activation:
@@ -246,11 +249,6 @@ class Activation:
             needs=f"an Activation, or one of {', '.join([*names, *PRESETS])}",
             fix='A function of your own is Activation(kind="custom", function=...); a plain expert has gated=False.',
         )
-
-    @property
-    def code(self) -> str:
-        """All of it but the function as a string, which a graph can hold; `decode` reads it back."""
-        return str(self._code)  # type: ignore[attr-defined]
 
     @classmethod
     def decode(cls, code: str) -> Activation:

@@ -88,20 +88,6 @@ class ExpertWeights:
         """Wrap ordinary floating-point tensors; nothing is copied. Shapes and errors as for the class."""
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
 
-    @classmethod
-    def unchecked(
-        cls,
-        gate_up: StoredExperts,
-        down: StoredExperts,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: Activation,
-        input_format: InputFormat,
-    ) -> ExpertWeights:
-        """Weights of what a checked value was made of: a node of a graph makes them at every call."""
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        return unchecked(cls, gate_up=gate_up, down=down, **biases, activation=activation, input_format=input_format)
-
     def quantize(
         self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
     ) -> ExpertWeights:
@@ -123,10 +109,8 @@ class ExpertWeights:
         form = formats.find_format(format) if isinstance(format, str) else format
         rows = self.input_format if input_format is None else input_format
         check_input_format(rows, (form,), "quantize")
-        gate_up, down = (
-            quantize_experts(stored, form, search, name)
-            for name, stored in (("gate_up", self.gate_up), ("down", self.down))
-        )
+        gate_up = quantize_experts(self.gate_up, form, search, "gate_up")
+        down = quantize_experts(self.down, form, search, "down")
         return replace(self, gate_up=gate_up, down=down, input_format=rows)
 
     @property
@@ -135,14 +119,10 @@ class ExpertWeights:
         biases = (self.gate_up_bias, self.down_bias)
         return (*self.gate_up.tensors, *self.down.tensors, *(b for b in biases if b is not None))
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """What a call of the primitive asks of the value, looked up once: it is frozen."""
-        found: Parts | None = self.__dict__.get("_parts")
-        if found is None:
-            found = Parts.of(self)
-            object.__setattr__(self, "_parts", found)
-        return found
+        return Parts.of(self)
 
     @property
     def num_experts(self) -> int:
@@ -159,7 +139,7 @@ class ExpertWeights:
     @property
     def bytes_per_expert(self) -> int:
         """Stored bytes that computing with one expert reads."""
-        return sum(t.numel() * t.element_size() for t in self.tensors) // max(self.num_experts, 1)
+        return sum(t.nbytes for t in self.tensors) // max(self.num_experts, 1)
 
 
 @dataclass(frozen=True, eq=False)

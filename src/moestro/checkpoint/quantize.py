@@ -174,12 +174,6 @@ def _config(job: Job) -> dict[str, Any]:
     return {**config, **MARK, "quantization_config": scheme.as_config(before)}
 
 
-def _decided(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the source and the options say of a config.json, without what moestro marks every result with."""
-    own = {key: value for key, value in config["quantization_config"].items() if key != "version"}
-    return {key: value for key, value in config.items() if key not in MARK} | {"quantization_config": own}
-
-
 def other_files(folder: Path) -> list[Path]:
     """Files of a model's folder that belong to the model beside weights and configuration, relative to it, sorted.
 
@@ -224,7 +218,7 @@ def _record(job: Job, outputs: Outputs, config: Mapping[str, Any]) -> Record:
         "shard size": job.shard_bytes,
         "source": {path.name: _identity(path) for path in job.checkpoint.files},
         "files": {str(path): _identity(job.folder / path) for path in other_files(job.folder)},
-        "configuration": _hash(_decided(config)),
+        "configuration": _hash(config),
         "tensors": _hash(tensors),
         "shards": dict(outputs.sizes),
     }

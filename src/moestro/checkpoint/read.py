@@ -200,15 +200,13 @@ def open_checkpoint(source: Path | str | Sequence[Path | str]) -> Checkpoint:
             tensor in two files. The error names the file, and the tensor where it is about one.
         UnsupportedError: a tensor of a dtype of less than a byte.
     """
-    is_one = isinstance(source, str | Path)
-    folder = Path(source) if is_one and os.path.isdir(source) else None  # type: ignore[arg-type]
-    weight_map: dict[str, str] | None = None
-    if folder is not None:
-        paths, weight_map = _files_of(folder)
-    else:
-        paths = [Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source]
+    paths = [Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source]
     if not paths:
         raise invalid_input(OPEN, got="no files", needs="a folder, or at least one file", fix="Name the checkpoint.")
+    folder = paths[0] if isinstance(source, str | Path) and os.path.isdir(paths[0]) else None
+    weight_map = None
+    if folder is not None:
+        paths, weight_map = _files_of(folder)
     files = [_open(path) for path in paths]
     entries: dict[str, Entry] = {}
     for file in files:

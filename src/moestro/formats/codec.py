@@ -70,14 +70,12 @@ class Codec:
         others: further steps that an error search tries, given the nearest.
         round: blocks in units, and their steps -> the values in units that would be stored.
         encode: the same -> the codes, one item a weight.
-        pack: codes [n, K] -> the data [n, K / per_item].
     """
 
     nearest: Callable[[Bounds], Steps]
     others: Callable[[Bounds, Steps], Iterable[Steps]]
     round: Callable[[Tensor, Steps], Tensor]
     encode: Callable[[Tensor, Steps], Tensor]
-    pack: Callable[[Tensor], Tensor]
 
 
 def float32_steps(extent: Tensor, largest: float) -> Steps:

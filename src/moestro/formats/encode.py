@@ -15,6 +15,7 @@ from moestro.errors import InvalidInputError, invalid_input
 from moestro.formats.base import PackedTensor, Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, float32_steps
 from moestro.formats.decode import panel_height
+from moestro.formats.elements import pack_nibbles
 from moestro.formats.nvfp4 import LARGEST
 from moestro.formats.registry import CODECS, find_format
 
@@ -71,7 +72,7 @@ def quantize(
             if format.is_dense:
                 _check_cast(source, target)
             else:
-                _Encoder(source, CODECS[format.name], target).write(search)
+                _Encoder(source, CODECS[format], target).write(search)
     return packed
 
 
@@ -158,7 +159,8 @@ class _Encoder:
                 self._check_range(steps, blocks, start)
                 self._store(part, steps)
             codes = self.codec.encode(blocks / steps.step, steps)
-            part.data.copy_(self.codec.pack(from_blocks(codes, part.shape, scaling)))
+            codes = from_blocks(codes, part.shape, scaling)
+            part.data.copy_(pack_nibbles(codes) if part.format.per_item == 2 else codes)
 
     def _panels(self) -> Iterator[tuple[PackedTensor, int, Tensor]]:
         """Rows of the target, where they start, and their weights as float32 blocks [B, M], finite."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moestro.formats.base import Scaling, WeightFormat
 from moestro.formats.codec import Codec, Steps, float16_steps, scaled_by
-from moestro.formats.elements import E2M1_LARGEST, encode_e2m1, pack_nibbles, round_e2m1
+from moestro.formats.elements import E2M1_LARGEST, encode_e2m1, round_e2m1
 
 FP4 = tuple(
     WeightFormat(f"fp4-g{g}", "e2m1", 4 + 16 / g, torch.uint8, 2, Scaling(1, g, (torch.float16, torch.bfloat16)))
@@ -33,7 +33,6 @@ _CODEC = Codec(
     others=scaled_by(_FACTORS),
     round=round_units,
     encode=encode_units,
-    pack=pack_nibbles,
 )
 
-CODECS = {f.name: _CODEC for f in FP4}
+CODECS = dict.fromkeys(FP4, _CODEC)

@@ -16,21 +16,14 @@ def _format(name: str, rows: int, columns: int) -> WeightFormat:
     return WeightFormat(f"fp8-e4m3-{name}", "e4m3", bits, torch.float8_e4m3fn, scaling=Scaling(rows, columns, _SCALES))
 
 
-FP8_TENSOR = _format("tensor", 0, 0)
-FP8_CHANNEL = _format("channel", 1, 0)
-FP8_BLOCK = _format("b128", 128, 128)
-FP8 = (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
-
 _FACTORS = tuple(2 ** (i / 8) for i in range(1, 8))
 """Within a factor of two the scale decides where weights fall between the powers of two; beyond, all repeats."""
-
 
 _CODEC = Codec(
     nearest=lambda bounds: float32_steps(bounds.amax, E4M3_LARGEST),
     others=scaled_by(_FACTORS),
     round=lambda units, steps: round_e4m3(units),
     encode=lambda units, steps: encode_e4m3(units),
-    pack=lambda codes: codes,
 )
 
-CODECS = {f.name: _CODEC for f in FP8}
+CODECS = dict.fromkeys((_format("tensor", 0, 0), _format("channel", 1, 0), _format("b128", 128, 128)), _CODEC)

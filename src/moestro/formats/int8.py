@@ -21,11 +21,10 @@ def _round(units: Tensor, steps: Steps) -> Tensor:
 
 
 CODECS = {
-    INT8.name: Codec(
+    INT8: Codec(
         nearest=lambda bounds: float32_steps(bounds.amax, _LARGEST),
         others=scaled_by(_FACTORS),
         round=_round,
         encode=lambda units, steps: _round(units, steps).to(torch.int8),
-        pack=lambda codes: codes,
     )
 }

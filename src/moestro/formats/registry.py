@@ -10,23 +10,10 @@ from moestro.formats.base import WeightFormat
 from moestro.formats.codec import Codec
 from moestro.formats.dense import DENSE_FORMATS
 
-FORMATS: dict[str, WeightFormat] = {
-    f.name: f
-    for f in (
-        *DENSE_FORMATS,
-        *fp8.FP8,
-        int8.INT8,
-        *int4.INT4,
-        *int4.INT4_ZP,
-        mxfp4.MXFP4,
-        nvfp4.NVFP4,
-        *fp4.FP4,
-    )
-}
+_FAMILIES = (fp8, int8, int4, mxfp4, nvfp4, fp4)
 
-CODECS: dict[str, Codec] = {
-    name: codec for family in (fp8, int8, int4, mxfp4, nvfp4, fp4) for name, codec in family.CODECS.items()
-}
+CODECS: dict[WeightFormat, Codec] = {form: codec for family in _FAMILIES for form, codec in family.CODECS.items()}
+FORMATS: dict[str, WeightFormat] = {form.name: form for form in (*DENSE_FORMATS, *CODECS)}
 
 
 def is_registered(form: WeightFormat) -> bool:
