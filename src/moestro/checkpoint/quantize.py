@@ -22,7 +22,7 @@ from moestro.checkpoint.outputs import METADATA, ExpertSource, Item, Outputs, pl
 from moestro.checkpoint.read import Checkpoint, open_checkpoint
 from moestro.checkpoint.resume import RECORD, Record, begin, commit, followed, is_complete, open_partial
 from moestro.checkpoint.scheme import MARK, METHOD, Scheme, refused
-from moestro.checkpoint.write import PARTIAL, replace_text, replacing, write_file, write_index
+from moestro.checkpoint.write import PARTIAL, explained, replace_text, replacing, write_file, write_index
 
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
@@ -274,7 +274,7 @@ def _write(job: Job, outputs: Outputs, partial: Path, finished: Collection[str],
     for path in other_files(job.folder):
         target = partial / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (job.folder / path).open("rb") as file, replacing(target) as copy:
+        with (job.folder / path).open("rb") as file, replacing(target) as copy, explained(target):
             shutil.copyfileobj(file, copy)
 
 

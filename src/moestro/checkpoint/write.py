@@ -25,36 +25,20 @@ INDEX = "model.safetensors.index.json"
 PARTIAL = ".partial"
 
 
-class _Output:
-    """A file being written, which says in words what stops it."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-
-    def write(self, data: bytes | memoryview, position: int | None = None) -> None:
-        """Write where the last write ended, or from this byte on; what no write reaches is zero."""
-        with explained(self._path):
-            if position is not None:
-                self._file.seek(position)
-            self._file.write(data)
-
-
 @contextmanager
-def replacing(path: Path) -> Iterator[_Output]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes its name only when the block ends: on disk by then, its folder's entry too.
 
     Until then it is ``path + ".partial"``. If the block raises, that is removed, and what had the name keeps it; if the
-    process is killed, it stays, and the next one to write the file overwrites it.
-
-    Raises:
-        InvalidInputError: the system does not let it be written: no folder, no permission, no space.
+    process is killed, it stays, and the next one to write the file overwrites it. What the block writes itself, it
+    writes inside `explained`, which raises the errors.
     """
     partial = path.with_name(path.name + PARTIAL)
     with explained(path):
         file = open(partial, "wb", opener=_open_no_link)  # noqa: SIM115 (closed below, where closing can fail too)
     try:
         try:
-            yield _Output(path, file)
+            yield file
             with explained(path):
                 file.flush()
                 os.fsync(file.fileno())
@@ -76,7 +60,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 def replace_text(path: Path, text: str) -> Path:
     """Write a small text file in UTF-8, whole or not at all; returns its path. Errors as for `replacing`."""
-    with replacing(path) as file:
+    with replacing(path) as file, explained(path):
         file.write(text.encode())
     return path
 
@@ -140,7 +124,8 @@ def write_file(
     sums = {name: hashlib.sha256() for name in specs}
     hashing: Future[None] | None = None
     with replacing(path) as file, ThreadPoolExecutor(1, "moestro-sha256") as hasher:
-        file.write(header)
+        with explained(path):
+            file.write(header)
         for name, piece in pieces:
             if name not in specs:
                 needs = "pieces of the tensors that were announced"
@@ -149,7 +134,9 @@ def write_file(
             if hashing is not None:
                 hashing.result()
             hashing = hasher.submit(sums[name].update, data)
-            file.write(data, begin[name] + done[name])
+            with explained(path):
+                file.seek(begin[name] + done[name])
+                file.write(data)
             done[name] += len(data)
         for name, spec in specs.items():
             if done[name] != spec.nbytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ class WeightFormat:
                 found["global_scales"] = ((torch.float32,), tuple(lead))
         return found
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """The fields of `PackedTensor` that the format fills."""
         return tuple(self.parts((0, 0)))
