@@ -74,7 +74,7 @@ def test_probe_is_bounded_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_processor_facts_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x86 = "model name\t: Chip 9\nflags\t\t: fpu avx2 avx512_bf16 sse\n"
-    monkeypatch.setattr(machine, "read_text", lambda path: x86)
+    monkeypatch.setattr(machine, "_read", lambda path: x86)
     assert machine.processor_name() == "Chip 9"
     assert machine.features() == ["avx2", "avx512_bf16"]
     monkeypatch.undo()

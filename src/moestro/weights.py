@@ -251,17 +251,10 @@ def quantize_experts(
     name: str,
     after: Callable[[int], object] = lambda expert: None,
 ) -> PackedTensor:
-    """Experts in another format, stacked: beside the stack, no more than one expert is ever held in full precision.
+    """Experts [E, N, K] in another format, stacked; as they are if they are one stack in the format already.
 
-    Args:
-        stored: [E, N, K]; returned as it is if it is one stack in the format already.
-        form: the format, dense or packed.
-        search: how scales are chosen, "nearest" or "mse".
-        name: what errors call it.
-        after: called with an expert's number when its stored weights are read no more.
-
-    Raises:
-        InvalidInputError: the format cannot store matrices of these sizes, or NaN or infinity in the weights.
+    Beside the stack, no more than one expert is ever held in full precision. Errors are those of `formats.quantize`,
+    and call the experts `name`. `after` is called with an expert's number when its stored weights are read no more.
     """
     if isinstance(stored, PackedTensor) and stored.format == form:
         return stored
@@ -322,12 +315,8 @@ class Layout:
 class Built:
     """Weights, and the tensors that they were made of; kept in a module they save making the same value at every call.
 
-    A copy or a pickle of the module finds None in its place.
-
-    Args:
-        weights: the value.
-        parameters: those of the tensors that a cast of the module may give another dtype, or `.data =` another shape.
-        others: those that are replaced as a whole.
+    A cast of the module may give `parameters` another dtype, `.data =` another shape; the `others` are replaced as a
+    whole. A copy or a pickle of the module finds None in its place.
     """
 
     def __init__(

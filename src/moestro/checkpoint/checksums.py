@@ -40,11 +40,7 @@ def write_checksums(folder: Path, sums: Sums) -> Path:
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, str]] | None:
-    """What `write_checksums` wrote in a folder; None if there is nothing.
-
-    Raises:
-        InvalidInputError: the file is not one of checksums, or cannot be read.
-    """
+    """What `write_checksums` wrote in a folder; None if there is nothing."""
     path = folder / CHECKSUMS
     if not path.is_symlink() and not path.exists():
         return None
@@ -80,13 +76,7 @@ def digests(
 ) -> Iterator[tuple[Entry, str]]:
     """Read every tensor once; SHA-256 of each, in the order given, on `torch.get_num_threads()` threads.
 
-    Args:
-        entries: the tensors.
-        files: the `identity` of each file when its header was read.
-        on_progress: called after every few MiB.
-
-    Raises:
-        InvalidInputError: a file was replaced or changed, or cannot be read.
+    `files` has the `identity` of each file when its header was read: one that changed since is refused.
     """
     total = sum(entry.nbytes for entry in entries)
     done, lock = 0, threading.Lock()

@@ -129,11 +129,7 @@ def unreadable(path: Path, error: OSError) -> InvalidInputError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, open for reading inside the block; links are followed.
-
-    Raises:
-        InvalidInputError: there is none, or the system does not let it be read, in the block either.
-    """
+    """A regular file, open for reading inside the block; links are followed. Errors of the system are said in words."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
@@ -155,11 +151,7 @@ def identity(file: BinaryIO) -> tuple[int, int, int, int]:
 
 
 def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The order in which the safetensors library writes: by dtype, wide ones first, then by name.
-
-    Raises:
-        UnsupportedError: a dtype that no file can hold.
-    """
+    """The order in which the safetensors library writes: by dtype, wide ones first, then by name."""
     specs = list(specs)
     for spec in specs:
         if spec.dtype not in _NAMES:
@@ -173,11 +165,7 @@ def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def render_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
-    """The first bytes of a file that holds these tensors, in the order given; a multiple of 8 bytes.
-
-    Raises:
-        InvalidInputError: names or metadata that no header can hold, or two tensors of one name.
-    """
+    """The first bytes of a file that holds these tensors, in the order given; a multiple of 8 bytes."""
     fields: dict[str, Any] = {}
     if metadata is not None:
         fields[METADATA] = dict(sorted(metadata.items()))
@@ -205,10 +193,7 @@ def _unwritable(got: str) -> InvalidInputError:
 def read_header(path: Path, file: BinaryIO, size: int) -> tuple[Entry, ...]:
     """The tensors of an open file of so many bytes, in the order of their bytes.
 
-    Raises:
-        InvalidInputError: the header is not one, or does not describe the bytes that follow it: every byte must belong
-            to one tensor, and each tensor have as many as its dtype and shape say.
-        UnsupportedError: a dtype of less than a byte.
+    Every byte must belong to one tensor, and each tensor have as many as its dtype and shape say.
     """
     length = _header_length(path, file.read(_START_BYTES), size)
     file.seek(_LENGTH.size)
@@ -263,11 +248,7 @@ def read_object(path: Path, what: str, fix: str = DOWNLOAD_AGAIN) -> dict[str, A
 
 
 def parse_object(text: bytes, file: Path, what: str, fix: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
-    """A JSON object without duplicate keys.
-
-    Raises:
-        InvalidInputError: anything else.
-    """
+    """A JSON object without duplicate keys; anything else is an error."""
 
     def wrong(flaw: str) -> InvalidInputError:
         return damaged(file, f"{what} {flaw}", "a JSON object in Unicode, each key once", fix)

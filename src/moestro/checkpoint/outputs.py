@@ -14,8 +14,7 @@ from moestro.checkpoint.header import TensorSpec, in_file_order, render_header
 from moestro.checkpoint.read import Checkpoint
 from moestro.checkpoint.scheme import Scheme, refused
 from moestro.checkpoint.write import plan_shards, shard_names
-from moestro.errors import InvalidInputError
-from moestro.formats import PackedTensor, StoredExperts, WeightFormat, check_shape
+from moestro.formats import PackedTensor, StoredExperts, WeightFormat
 from moestro.formats.encode import Search
 from moestro.weights import quantized
 
@@ -212,18 +211,12 @@ def _check_shapes(projections: Iterable[Projection]) -> None:
     alike: dict[tuple[WeightFormat, int, int], list[str]] = {}
     for projection in projections:
         _, n, k = projection.source.stored.shape
-        alike.setdefault((projection.format, n, k), []).append(projection.source.target)
-    problems, needs = [], []
-    for (weight_format, n, k), targets in alike.items():
-        try:
-            check_shape(weight_format, n, k, "quantize")
-        except InvalidInputError as error:
-            problems.append(f"{_some(targets)} [{n}, {k}] for {weight_format.name}")
-            needs.append(str(error).partition("; needs ")[2].partition(". ")[0])
-    if problems:
+        if k % projection.format.row_unit:
+            alike.setdefault((projection.format, n, k), []).append(projection.source.target)
+    if alike:
         raise refused(
-            got="; ".join(problems),
-            needs="; ".join(dict.fromkeys(needs)),
+            got="; ".join(f"{_some(targets)} [{n}, {k}] for {form.name}" for (form, n, k), targets in alike.items()),
+            needs="; ".join(dict.fromkeys(f"rows of a multiple of {form.row_unit} weights" for form, _, _ in alike)),
             fix="Pick another format, or leave these as they are with --override NAME=bfloat16.",
         )
 

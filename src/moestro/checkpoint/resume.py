@@ -38,11 +38,7 @@ def partial_folder(folder: Path) -> Path:
 
 
 def is_complete(folder: Path, record: Record) -> bool:
-    """Whether an earlier run made the whole folder from the same record.
-
-    Raises:
-        InvalidInputError: the folder holds anything else, or a shard of it is missing or cut.
-    """
+    """Whether an earlier run made the whole folder from the same record; an error if it holds anything else."""
     found = _finished(folder, record)
     lost = [] if found is None else [name for name in record["shards"] if name not in found]
     if lost:
@@ -100,11 +96,8 @@ def _difference(key: str, before: Any, now: Any) -> str:
 def open_partial(destination: Path, record: Record) -> Iterator[tuple[Path, frozenset[str]]]:
     """The incomplete folder of a destination, made or continued, and the shards in it that are complete.
 
-    Nobody else can open it meanwhile. It goes again if nothing is written.
-
-    Raises:
-        InvalidInputError: it was begun with another record, is not such a folder, is or holds a link, cannot be
-            written, or is open.
+    Nobody else can open it meanwhile. It goes again if nothing is written. One that was begun with another record, is
+    not such a folder, or holds a link, is refused.
     """
     path = partial_folder(destination)
     link = next((found for found in (path, *path.rglob("*")) if found.is_symlink()), None)

@@ -61,6 +61,12 @@ class WeightFormat:
         """Whether the data is an ordinary floating-point tensor."""
         return self.scaling is None
 
+    @property
+    def row_unit(self) -> int:
+        """What the length of a row is a multiple of: groups, and bytes, are not cut off."""
+        group = self.scaling.columns if self.scaling is not None and self.scaling.rows == 1 else 0
+        return group or self.per_item
+
     def parts(self, shape: Sequence[int]) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
         """The tensors that store weights [N, K] or [E, N, K]: by field of `PackedTensor`, the dtypes and the shape.
 
@@ -146,13 +152,11 @@ class PackedTensor(_Stored):
                 needs=f"{self.format.storage} data of shape [num_experts, rows, columns], or [rows, columns]",
                 fix="Stack the experts along dimension 0 and name the format the data is stored in.",
             )
-        scaling = self.format.scaling
-        k = self.num_columns
-        if scaling is not None and scaling.rows == 1 and scaling.columns and k % scaling.columns:
+        if self.num_columns % self.format.row_unit:
             raise invalid_input(
                 "PackedTensor",
-                got=f"rows of {k} weights for format {self.format.name}",
-                needs=f"rows whose length is a multiple of its group, {scaling.columns}",
+                got=f"rows of {self.num_columns} weights for format {self.format.name}",
+                needs=f"rows whose length is a multiple of its group, {self.format.row_unit}",
                 fix="Pad the columns with zeros, or name a format whose groups divide them.",
             )
         parts = self.format.parts(self.shape)

@@ -12,7 +12,7 @@ from moestro.formats.base import PackedTensor, WeightFormat
 from moestro.formats.codec import read_scales
 from moestro.formats.elements import decode_e4m3, write_e4m3, write_nibbles
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PANEL = 1 << 18
 """Weights converted at a time: 1 MiB of float32, which stays in cache (docs/log.md)."""
 
@@ -35,7 +35,7 @@ def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tens
     Raises:
         InvalidInputError: `dtype` is none of the four.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise invalid_input(
             "dequantize",
             got=f"dtype={dtype}",

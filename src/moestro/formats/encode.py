@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from moestro.errors import InvalidInputError, invalid_input
 from moestro.formats.base import PackedTensor, Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, float32_steps
-from moestro.formats.decode import panel_height
+from moestro.formats.decode import DTYPES, panel_height
 from moestro.formats.elements import pack_nibbles
 from moestro.formats.nvfp4 import LARGEST
 from moestro.formats.registry import CODECS, find_format
 
 Search = Literal["nearest", "mse"]
 _AT_ONCE = 4096
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def quantize(
@@ -48,7 +47,7 @@ def quantize(
             the dtype is not floating point; the search is neither of the two.
     """
     format = find_format(format) if isinstance(format, str) else format
-    if weight.dim() not in (2, 3) or weight.dtype not in _DTYPES:
+    if weight.dim() not in (2, 3) or weight.dtype not in DTYPES:
         raise invalid_input(
             "quantize",
             got=f"{name} {list(weight.shape)} of {weight.dtype}",
@@ -82,14 +81,11 @@ def check_shape(format: WeightFormat, num_rows: int, num_columns: int, operation
     Raises:
         InvalidInputError: it cannot: its groups, or its bytes, do not come out even along a row.
     """
-    scaling = format.scaling
-    group = scaling.columns if scaling is not None and scaling.rows == 1 else 0
-    unit = group or format.per_item
-    if num_columns % unit:
+    if num_columns % format.row_unit:
         raise invalid_input(
             operation,
             got=f"a matrix of {num_rows} x {num_columns} for format {format.name}",
-            needs=f"rows whose length is a multiple of {unit}",
+            needs=f"rows whose length is a multiple of {format.row_unit}",
             fix="Choose a format with smaller groups, or int8, fp8 or bfloat16, which take any length.",
         )
 
@@ -114,24 +110,18 @@ class _Source:
 
     def check(self, panel: Tensor, start: int, format: WeightFormat) -> None:
         """Raise for the first value of a converted panel [n, K] that is not finite, if there is one."""
-        places = panel.isfinite().logical_not_().nonzero()
-        if places.numel():
-            row, column = places[0].tolist()
-            finite = math.isfinite(float(self.matrix[start + row, column]))
-            raise self.refuse(
-                start + row,
-                column,
-                f"weights within the range of {panel.dtype} for {format.name}" if finite else "finite weights",
-            )
+        if not panel.numel() or bool(torch.stack(panel.aminmax()).isfinite().all()):
+            return
+        row, column = panel.isfinite().logical_not_().nonzero()[0].tolist()
+        finite = math.isfinite(float(self.matrix[start + row, column]))
+        needs = f"weights within the range of {panel.dtype} for {format.name}" if finite else "finite weights"
+        raise self.refuse(start + row, column, needs)
 
 
 def _check_cast(source: _Source, target: PackedTensor) -> None:
-    n, k = target.shape
-    height = panel_height(target.format, n, k)
-    for start in range(0, n if k else 0, height):
-        panel = target.data[start : start + height]
-        if not bool(torch.stack(panel.aminmax()).isfinite().all()):
-            source.check(panel, start, target.format)
+    height = panel_height(target.format, *target.shape)
+    for start in range(0, target.shape[0], height):
+        source.check(target.data[start : start + height], start, target.format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +161,7 @@ class _Encoder:
         for start in range(0, n, height):
             part = self.target.rows(start, min(start + height, n))
             panel = self.source.matrix[start : start + height].to(torch.float32).contiguous()
-            if panel.numel() and not bool(torch.stack(panel.aminmax()).isfinite().all()):
-                self.source.check(panel, start, self.target.format)
+            self.source.check(panel, start, self.target.format)
             yield part, start, to_blocks(panel, scaling)
 
     def _bounds(self, blocks: Tensor, unit: Tensor | None) -> Bounds:
