@@ -15,6 +15,7 @@ from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
 from moestro.ops.expert_mlp import expert_mlp, tuning
+from moestro.shared import reset
 from moestro.types import SWIGLU, Activation, InputFormat, Routing
 from moestro.weights import Built, ExpertWeights, Layout
 
@@ -140,13 +141,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as nn.Linear; biases zero."""
-        for weight in (self.gate_up, self.down):
-            if weight is not None:
-                bound = weight.shape[-1] ** -0.5
-                nn.init.uniform_(weight, -bound, bound)
-        for bias in (self.gate_up_bias, self.down_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        reset((self.gate_up, self.down), (self.gate_up_bias, self.down_bias))
 
     @property
     def weights(self) -> ExpertWeights:

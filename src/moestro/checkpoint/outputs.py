@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from moestro.checkpoint.header import TensorSpec, in_file_order, render_header
 from moestro.checkpoint.read import Checkpoint
-from moestro.checkpoint.scheme import Scheme, refused
+from moestro.checkpoint.scheme import OPERATION, Scheme
 from moestro.checkpoint.write import plan_shards, shard_names
+from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat
 from moestro.formats.encode import Search
 from moestro.weights import quantized
@@ -125,20 +125,17 @@ class Outputs:
 
     Attributes:
         shards: the items of each file, by its name, in the order in which they are written.
+        specs: the tensors of each file.
         sizes: bytes of each file.
     """
 
     shards: Mapping[str, Sequence[Item]]
+    specs: Mapping[str, Sequence[TensorSpec]]
     sizes: Mapping[str, int]
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return tuple(item for items in self.shards.values() for item in items if isinstance(item, Projection))
-
-    @property
-    def specs(self) -> dict[str, list[TensorSpec]]:
-        """Every tensor, by file."""
-        return {name: [spec for item in items for spec in item.specs] for name, items in self.shards.items()}
 
     @property
     def nbytes(self) -> int:
@@ -163,13 +160,12 @@ def plan_outputs(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme
     projections = [Projection.of(source, scheme.format_of(source.target)) for source in experts]
     _check_shapes(projections)
     _check_sources(projections)
-    items = _in_source_order(checkpoint, projections)
-    _check_names(items)
-    groups = plan_shards(items, shard_bytes)
-    outputs = Outputs(dict(zip(shard_names(len(groups)), groups, strict=True)), {})
-    headers = {name: render_header(in_file_order(specs), METADATA) for name, specs in outputs.specs.items()}
-    sizes = {name: len(header) + sum(s.nbytes for s in outputs.specs[name]) for name, header in headers.items()}
-    return replace(outputs, sizes=sizes)
+    groups = plan_shards(_in_source_order(checkpoint, projections), shard_bytes)
+    shards = dict(zip(shard_names(len(groups)), groups, strict=True))
+    specs = {name: [spec for item in items for spec in item.specs] for name, items in shards.items()}
+    headers = {name: len(render_header(in_file_order(found), METADATA)) for name, found in specs.items()}
+    sizes = {name: headers[name] + sum(spec.nbytes for spec in found) for name, found in specs.items()}
+    return Outputs(shards, specs, sizes)
 
 
 def _in_source_order(checkpoint: Checkpoint, projections: Sequence[Projection]) -> list[Item]:
@@ -184,7 +180,8 @@ def _in_source_order(checkpoint: Checkpoint, projections: Sequence[Projection]) 
 
 def _check_overrides(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme: Scheme) -> None:
     if not experts:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{checkpoint.location}, a checkpoint without experts",
             needs="a Mixture-of-Experts model",
             fix="Only experts are quantised; a dense model has none.",
@@ -195,7 +192,8 @@ def _check_overrides(checkpoint: Checkpoint, experts: Sequence[ExpertSource], sc
             continue
         others = [name for name in checkpoint.names if fnmatchcase(name, pattern)]
         matched = f"matches only {_some(others)}, no experts" if others else "matches nothing"
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"override {pattern!r}, which {matched}",
             needs=f"a pattern on the names of experts, such as {targets[0]} or *.layers.0.*",
             fix="Only experts get a format; routers, attention and everything else are copied.",
@@ -214,7 +212,8 @@ def _check_shapes(projections: Iterable[Projection]) -> None:
         if k % projection.format.row_unit:
             alike.setdefault((projection.format, n, k), []).append(projection.source.target)
     if alike:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got="; ".join(f"{_some(targets)} [{n}, {k}] for {form.name}" for (form, n, k), targets in alike.items()),
             needs="; ".join(dict.fromkeys(f"rows of a multiple of {form.row_unit} weights" for form, _, _ in alike)),
             fix="Pick another format, or leave these as they are with --override NAME=bfloat16.",
@@ -231,25 +230,17 @@ def _check_sources(projections: Iterable[Projection]) -> None:
     ]
     if twice:
         stored, wanted = twice[0].source.stored.format, twice[0].format
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{_some([p.source.target for p in twice])} stored as {stored.name}, for {wanted.name}",
             needs=f"{stored.name} itself, bfloat16, or elements of fewer than its {int(stored.bits)} bits",
             fix="Rounding again would lose and save nothing: quantise from the original weights.",
         )
     apart = [p for p in projections if p.kept and not p.joins]
     if apart:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{_some([p.source.target for p in apart])} stored as {apart[0].format.name}, each expert in pieces",
             needs="matrices whose blocks of scales are not cut where they meet, to keep them in the same format",
             fix="Pick bfloat16, or a format of fewer bits, for these.",
-        )
-
-
-def _check_names(items: Iterable[Item]) -> None:
-    ((name, count),) = Counter(spec.name for item in items for spec in item.specs).most_common(1)
-    if count > 1:
-        raise refused(
-            got=f"a source that has a tensor {name} already",
-            needs="that name for the quantised experts",
-            fix="Rename the tensor, which no published model has.",
         )

@@ -20,9 +20,10 @@ from moestro.checkpoint.checksums import CHECKSUMS, write_checksums
 from moestro.checkpoint.header import read_object
 from moestro.checkpoint.outputs import METADATA, ExpertSource, Item, Outputs, plan_outputs
 from moestro.checkpoint.read import Checkpoint, open_checkpoint
-from moestro.checkpoint.resume import RECORD, Record, begin, commit, followed, is_complete, open_partial
-from moestro.checkpoint.scheme import MARK, METHOD, Scheme, refused
+from moestro.checkpoint.resume import RECORD, Record, commit, followed, is_complete, open_partial
+from moestro.checkpoint.scheme import MARK, METHOD, OPERATION, Scheme
 from moestro.checkpoint.write import PARTIAL, explained, replace_text, replacing, write_file, write_index
+from moestro.errors import invalid_input
 
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
@@ -134,7 +135,7 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
     with open_partial(job.destination, record) as (partial, finished):
         _check_space(job, outputs, partial, finished)
         job.checkpoint.verify()
-        begin(partial, record)
+        replace_text(partial / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         _write(job, outputs, partial, finished, on_progress or (lambda progress: None))
         replace_text(partial / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         commit(partial, job.destination)
@@ -154,7 +155,8 @@ def _check_destination(job: Job) -> None:
     }
     for flaw, found in flaws.items():
         if found:
-            raise refused(
+            raise invalid_input(
+                OPERATION,
                 got=f"destination {destination}, {flaw}",
                 needs="a folder beside the source that another can take the place of, once that is complete",
                 fix="Name another folder.",
@@ -199,7 +201,8 @@ def _check_inside(folder: Path, path: Path) -> None:
     here, there = folder.resolve(), path.resolve()
     blobs = here.parent.parent / "blobs" if here.parent.name == "snapshots" else here  # as the hub's cache has them
     if not there.is_relative_to(here) and there.parent != blobs:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{path}, a link to {there}, outside the source",
             needs="files that lie in the source",
             fix="Put a copy of the file in its place, or remove the link.",
@@ -239,7 +242,8 @@ def _check_space(job: Job, outputs: Outputs, partial: Path, finished: Container[
     missing += sum((job.folder / path).stat().st_size for path in other_files(job.folder))
     free = shutil.disk_usage(partial).free
     if free < missing:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{free / 1e9:.2f} GB ({free} bytes) free where {partial} lies",
             needs=f"{missing / 1e9:.2f} GB ({missing} bytes) for what is still to be written",
             fix="Free the space, or name a folder on another disk.",

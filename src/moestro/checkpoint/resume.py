@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from moestro.checkpoint.header import read_object
-from moestro.checkpoint.scheme import refused
-from moestro.checkpoint.write import PARTIAL, explained, replace_text, sync_folder
+from moestro.checkpoint.scheme import OPERATION
+from moestro.checkpoint.write import PARTIAL, explained, sync_folder
+from moestro.errors import invalid_input
 
 RECORD = "moestro-quantize.json"
 """What a folder was made of and how; stays in it."""
@@ -42,7 +42,8 @@ def is_complete(folder: Path, record: Record) -> bool:
     found = _finished(folder, record)
     lost = [] if found is None else [name for name in record["shards"] if name not in found]
     if lost:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{folder / lost[0]}, missing or cut, which was complete",
             needs=f"the {record['shards'][lost[0]]} bytes that were written",
             fix="Delete the folder and run again.",
@@ -56,7 +57,8 @@ def _finished(folder: Path, record: Record) -> frozenset[str] | None:
     if there <= {RECORD + PARTIAL}:
         return None
     if RECORD not in there:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{folder}, which exists and is not the result of such a run",
             needs="a folder that does not exist, or an empty one",
             fix="Name another folder, or delete that one.",
@@ -69,7 +71,8 @@ def _finished(folder: Path, record: Record) -> frozenset[str] | None:
 def _check_same(folder: Path, record: Record) -> None:
     there = read_object(folder / RECORD, "a record", f"Delete {folder}.")
     if there != record:
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{folder}, begun with something else: {'; '.join(_differences(there, record))}",
             needs="the same source and options as when it was begun, or another folder",
             fix=f"Repeat that command to continue it, name another folder, or delete {folder}.",
@@ -78,18 +81,17 @@ def _check_same(folder: Path, record: Record) -> None:
 
 def _differences(there: Record, here: Record) -> list[str]:
     """What is not the same; of what follows from the rest, only where nothing else is named."""
-    differing = [key for key in dict.fromkeys([*here, *there]) if there.get(key) != here.get(key)]
-    found = {key: _difference(key, there.get(key), here.get(key)) for key in differing}
+    found = {}
+    for key in dict.fromkeys([*here, *there]):
+        before, now = there.get(key), here.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
+            text = f"other {key} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        else:  # a hash says nothing
+            text = f"other {key}" if key in _FOLLOWS else f"{key} was {before}, now {now}"
+        if before != now:
+            found[key] = text
     return [text for key, text in found.items() if key not in _FOLLOWS] or list(found.values())
-
-
-def _difference(key: str, before: Any, now: Any) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
-        return f"other {key} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-    if key in _FOLLOWS:  # a hash of it says nothing
-        return f"other {key}"
-    return f"{key} was {before}, now {now}"
 
 
 @contextmanager
@@ -102,7 +104,8 @@ def open_partial(destination: Path, record: Record) -> Iterator[tuple[Path, froz
     path = partial_folder(destination)
     link = next((found for found in (path, *path.rglob("*")) if found.is_symlink()), None)
     if link is not None:  # moestro makes none: what is written must lie in the folder
-        raise refused(
+        raise invalid_input(
+            OPERATION,
             got=f"{link}, a link to {link.resolve()}",
             needs="a place of its own for the result while it is incomplete",
             fix="Delete the link, or name another folder.",
@@ -119,11 +122,6 @@ def open_partial(destination: Path, record: Record) -> Iterator[tuple[Path, froz
         finally:
             with suppress(OSError):
                 path.rmdir()
-
-
-def begin(path: Path, record: Record) -> None:
-    """Note in an incomplete folder what it is made of, before anything else is written."""
-    replace_text(path / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def commit(path: Path, destination: Path) -> None:
@@ -149,7 +147,7 @@ def _locked(path: Path) -> Iterator[None]:
             busy = error.errno not in _NO_LOCKS
         if busy:
             got = f"{path}, which another run is writing"
-            raise refused(got=got, needs="one run at a time", fix="Wait for the other run.")
+            raise invalid_input(OPERATION, got=got, needs="one run at a time", fix="Wait for the other run.")
         yield
     finally:
         os.close(handle)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, get_args
 
 from moestro.errors import InvalidInputError, invalid_input
@@ -14,8 +13,7 @@ from moestro.formats.encode import Search
 
 SEARCHES = get_args(Search)
 
-refused = partial(invalid_input, "quantize")
-"""The error about a checkpoint that is not quantised."""
+OPERATION = "quantize"
 
 METHOD = "moestro"
 """What Transformers knows the experts implementation and the quantisation by."""
@@ -53,7 +51,8 @@ class Scheme:
         for name in (self.format, *self.overrides.values()):
             find_format(name)
         if self.search not in SEARCHES:
-            raise refused(
+            raise invalid_input(
+                OPERATION,
                 got=f"search {self.search!r}",
                 needs=" or ".join(SEARCHES),
                 fix="mse takes longer, and errs less.",
