@@ -170,7 +170,8 @@ def write(
     files = plan.files(shard_bytes)
     filler = Filler({item.name: item.fill for item in plan.items}, seed, on_bytes)
     for name, specs in files.items():
-        write_file(folder / name, specs, filler, {"format": "pt"})
+        pieces = ((spec.name, piece) for spec in specs for piece in filler(spec))
+        write_file(folder / name, specs, pieces, {"format": "pt"})
     if len(files) > 1:
         write_index(folder, files)
     text = plan.published.text_config(plan.config)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moestro import cgroups, machine
-from moestro.cgroups import Limit
+from moestro import machine
 from moestro.hf import residency
+from moestro.machine import Limit
 
 UNLIMITED = "9223372036854771712\n"
 V1_MOUNT = "35 31 0:32 {} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
@@ -43,7 +43,7 @@ def v2(group: str, limit: str, used: str, stat: str = "") -> dict[str, str]:
 
 def test_without_groups_the_kernel_decides(tree) -> None:
     root = tree({})
-    assert cgroups.limits(root) == []
+    assert machine.limits(root) == []
     assert machine.available_bytes(root=root) == 1_024_000
     assert machine.memory_bytes(root) == machine.describe()["memory_bytes"]
 
@@ -66,7 +66,7 @@ def test_the_least_of_all_scopes_of_systemd(tree) -> None:
         | v2("/user.slice/user-1000.slice", "1000\n", "700\n")
         | v2("/user.slice/user-1001.slice", "1\n", "1\n")
     )
-    assert sorted(cgroups.limits(root), key=lambda limit: limit.limit_bytes) == [Limit(900, 800), Limit(1000, 300)]
+    assert sorted(machine.limits(root), key=lambda limit: limit.limit_bytes) == [Limit(900, 800), Limit(1000, 300)]
     assert machine.available_bytes(root=root) == 300
     assert machine.memory_bytes(root) == 900
 
@@ -74,7 +74,7 @@ def test_the_least_of_all_scopes_of_systemd(tree) -> None:
 def test_a_throttled_scope_counts_as_a_limit(tree) -> None:
     own = {"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2_MOUNT.format("/")}
     root = tree({**own, **v2("/a", "max\n", "10\n"), "sys/fs/cgroup/a/memory.high": "50\n"})
-    assert cgroups.limits(root) == [Limit(50, 40)]
+    assert machine.limits(root) == [Limit(50, 40)]
 
 
 def test_jobs_of_slurm_in_version_one(tree) -> None:
@@ -90,7 +90,7 @@ def test_jobs_of_slurm_in_version_one(tree) -> None:
         | v1(step, UNLIMITED, "40\n")
         | v1("/slurm/uid_7/job_8", "5000\n", "4000\n", "inactive_file 1\ntotal_inactive_file 300\n")
     )
-    assert Limit(5000, 1300) in cgroups.limits(root)
+    assert Limit(5000, 1300) in machine.limits(root)
     assert machine.available_bytes(root=root) == 1300
 
 
@@ -99,18 +99,18 @@ def test_a_container_that_sees_only_its_own_part(tree, mounted: str) -> None:
     """The path in proc is the host's, the mount shows the container's group only."""
     own = {"proc/self/cgroup": "4:memory:/docker/abc\n", "proc/self/mountinfo": V1_MOUNT.format(mounted)}
     root = tree({**own, **v1("", "800\n", "100\n")})
-    assert cgroups.limits(root) == [Limit(800, 700)]
+    assert machine.limits(root) == [Limit(800, 700)]
 
 
 def test_a_group_outside_of_the_namespace(tree) -> None:
     own = {"proc/self/cgroup": "0::/../../other\n", "proc/self/mountinfo": V2_MOUNT.format("/")}
-    assert cgroups.limits(tree({**own, **v2("", "800\n", "100\n")})) == [Limit(800, 700)]
+    assert machine.limits(tree({**own, **v2("", "800\n", "100\n")})) == [Limit(800, 700)]
 
 
 def test_mount_points_with_spaces(tree) -> None:
     mount = V2_MOUNT.format("/").replace("/sys/fs/cgroup ", "/sys/fs/c\\040group ")
     files = {"sys/fs/c group/a/memory.max": "9\n", "sys/fs/c group/a/memory.current": "2\n"}
-    assert cgroups.limits(tree({"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": mount, **files})) == [Limit(9, 7)]
+    assert machine.limits(tree({"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": mount, **files})) == [Limit(9, 7)]
 
 
 def test_mapped_pages_are_bounded_by_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def test_experts_apart_are_built_once():
 def test_layouts_build_what_they_were_taken_from():
     for weights in (layer().quantize("nvfp4"), apart(layer().quantize("nvfp4"))):
         layout = Layout.of(weights.gate_up)
-        assert layout.names == ("data", "scales", "global_scales")
+        assert layout.format.names == ("data", "scales", "global_scales")
         built = layout.build(weights.gate_up.tensors)
         assert built.shape == weights.gate_up.shape
         assert built.nbytes == weights.gate_up.nbytes

@@ -11,7 +11,7 @@ from source import MODULES, NAMES, ROOT, Import, Source, imports
 
 # Lowest first. A module may import from its own layer and from those below it.
 LAYERS: list[set[str]] = [
-    {"errors", "settings", "types", "machine", "cgroups", "tolerances"},
+    {"errors", "settings", "types", "machine", "tolerances"},
     {"formats", "weights", "reference"},
     {"ops"},
     {"routing", "experts", "shared"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 
 import pytest
@@ -242,6 +243,23 @@ def test_gradients_through_a_compiled_layer():
     compiled(x).square().sum().backward()
     for name, p in moe.named_parameters():
         assert_close(p.grad, eager[name])
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "says"),
+    [
+        (None, (None,), "[MoE] got no value; needs a torch.Tensor for x"),
+        (moestro.expert_mlp, (1, 2, 3), "[expert_mlp] got a value of type builtins.int; needs a torch.Tensor for x"),
+        (moestro.expert_mlp, (torch.ones(3, 4), (1, 2), 3), "got a tuple as routing; needs a moestro.Routing"),
+        (moestro.topk, ([1.0], 2), "[topk] got a value of type builtins.list; needs a torch.Tensor for scores"),
+        (moestro.group_by_expert, (None, 2), "[grouping] got no value; needs a torch.Tensor for expert_ids"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(2),), "of a model, one of its expert layers"),
+    ],
+)
+def test_explain_of_something_else_says_what_to_pass(call, arguments, says):
+    call = call or moestro.FFN(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+    with pytest.raises(moestro.errors.InvalidInputError, match=re.escape(says)):
+        moestro.explain(call, *arguments)
 
 
 def test_explain_names_every_candidate_with_its_reason():

@@ -39,7 +39,7 @@ def test_measure_finds_rates_a_machine_can_have(small_probe: None, dtype: torch.
 def test_sixteen_bits_are_never_below_float32(monkeypatch: pytest.MonkeyPatch, small_probe: None) -> None:
     rates = {torch.float32: 5.0, torch.float16: 1.0, torch.float64: 2.0}
     monkeypatch.setattr(machine, "_matmul_rate", lambda dtype, device: rates[dtype])
-    monkeypatch.setattr(machine, "_bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(machine, "bandwidths", lambda device: {"sum": 1.0})
     assert machine.measure(torch.float16).flops_per_second == 5.0
     assert machine.measure(torch.float64).flops_per_second == 2.0
 
@@ -59,7 +59,7 @@ def test_no_part_of_the_buffer_is_read_twice_in_a_row(small_probe: None, monkeyp
     monkeypatch.setattr(
         torch.Tensor, "__matmul__", lambda a, b: read.append(a.data_ptr()) or real_mv(a, b), raising=True
     )
-    machine._bandwidth(torch.device("cpu"))
+    machine.bandwidths("cpu")
     parts = len(set(read))
     assert parts == 4
     for i in range(len(read) - parts + 1):

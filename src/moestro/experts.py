@@ -15,6 +15,7 @@ from moestro.errors import invalid_input
 from moestro.formats import PackedTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
 from moestro.ops.expert_mlp import expert_mlp, tuning
+from moestro.shared import reset
 from moestro.types import SWIGLU, Activation, InputFormat, Routing
 from moestro.weights import Built, ExpertWeights, Layout
 
@@ -124,7 +125,7 @@ class Experts(nn.Module):
             return
         setattr(self, name, None)
         layout = Layout.of(stored)
-        kinds = [f"{name}_{kind}" for kind in layout.names]
+        kinds = [f"{name}_{kind}" for kind in layout.format.names]
         if layout.num_blocks:
             places = product(range(stored.shape[0]), range(layout.num_blocks))
             kinds = [f"{kind}_{e}_{block}" for e, block in places for kind in kinds]
@@ -140,13 +141,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as nn.Linear; biases zero."""
-        for weight in (self.gate_up, self.down):
-            if weight is not None:
-                bound = weight.shape[-1] ** -0.5
-                nn.init.uniform_(weight, -bound, bound)
-        for bias in (self.gate_up_bias, self.down_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        reset((self.gate_up, self.down), (self.gate_up_bias, self.down_bias))
 
     @property
     def weights(self) -> ExpertWeights:
@@ -155,12 +150,12 @@ class Experts(nn.Module):
             return self._build()
         parameters = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         built, buffers = self._built, tuple(self._buffers.values())
-        if built is None or not (built.is_current(parameters, buffers) and self._describes(built.weights)):
-            self._built = built = Built(self._build(), parameters, buffers)
+        if built is not None and built.is_current(parameters, buffers):
+            known = built.weights
+            if known.activation is self.activation and known.input_format == self.input_format:
+                return known
+        self._built = built = Built(self._build(), parameters, buffers)
         return built.weights
-
-    def _describes(self, weights: ExpertWeights) -> bool:
-        return weights.activation is self.activation and weights.input_format == self.input_format
 
     def _build(self) -> ExpertWeights:
         gate_up, down = (
@@ -194,15 +189,14 @@ class Experts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves take stored experts along; casts leave them as they are: a format's bytes have no other dtype."""
-        buffers, self._buffers = self._buffers, {}
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._buffers = buffers
-        for name, tensor in buffers.items():
-            assert tensor is not None
+        stored = {id(tensor) for tensor in self._buffers.values()}
+
+        def move(tensor: Tensor) -> Tensor:
             probe = fn(tensor.new_empty(0))
-            buffers[name] = fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+            cast = id(tensor) in stored and probe.dtype != tensor.dtype
+            return tensor.to(probe.device) if cast else fn(tensor)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         self._built = None  # it holds tensors that may have moved away from where memory is short
         return self
 

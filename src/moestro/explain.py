@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,20 +18,21 @@ from moestro.moe import MoE
 from moestro.ops.dispatch import Candidate, KernelUse, Operation, Prepared, allowed, candidates
 from moestro.ops.expert_mlp import EXPERT_MLP, expert_mlp
 from moestro.ops.grouping import GROUPING, group_by_expert
+from moestro.ops.inputs import check_call, check_tensor
 from moestro.ops.projection import PROJECTION, projection
 from moestro.ops.topk import TOPK, topk
 from moestro.routing.scoring import Scoring
 from moestro.routing.selection import ROUTE, as_routed, route
 from moestro.weights import ExpertWeights
 
-_OPERATIONS: dict[Callable[..., Any], tuple[Operation, int, int]] = {
-    expert_mlp: (EXPERT_MLP, 3, 4),
-    topk: (TOPK, 2, 2),
-    group_by_expert: (GROUPING, 2, 2),
-    projection: (PROJECTION, 2, 3),
-    route: (ROUTE, 2, 5),
+_OPERATIONS: dict[Callable[..., Any], Operation] = {
+    expert_mlp: EXPERT_MLP,
+    topk: TOPK,
+    group_by_expert: GROUPING,
+    projection: PROJECTION,
+    route: ROUTE,
 }
-"""By public function: the operation, and the fewest and the most arguments that it takes."""
+"""By public function."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         InvalidInputError: not something that chooses between implementations.
     """
     if isinstance(operation, MoE):
-        (x,) = _arguments("MoE", arguments, 1, 1)
+        (x,) = _arguments(operation.forward, arguments, "MoE")
+        check_tensor("MoE", "x", x)
         x = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
             routing = operation.route(x)
@@ -106,20 +109,29 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
                 x, routing, _ = operation.dispatcher.dispatch(x, routing)
         return explain(operation.experts, x, routing)
     if isinstance(operation, Experts):
-        x, routing = _arguments("Experts", arguments, 2, 2)
+        x, routing = _arguments(operation.forward, arguments, "Experts")
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
     if hasattr(operation, "explained"):
-        return explain(*operation.explained(*_arguments(type(operation).__name__, arguments, 1, 1)))
+        return explain(*operation.explained(*_arguments(operation.explained, arguments, type(operation).__name__)))
     if operation not in _OPERATIONS:
         raise invalid_input(
             "explain",
             got=f"{type(operation).__name__} {getattr(operation, '__name__', '')}".strip(),
             needs="moestro.expert_mlp, topk, group_by_expert, routing.route, ops.projection.projection, an Experts or "
             "MoE module",
-            fix="Pass the function itself and its arguments after it; of a model, one of its expert layers.",
+            fix="Pass the function itself and its arguments after it; of a model, one of its expert layers "
+            "(moestro.hf.served(model) lists those of Transformers).",
         )
-    chooser, least, most = _OPERATIONS[operation]
-    return _explain(chooser, _with_defaults(chooser.name, _arguments(chooser.name, arguments, least, most)))
+    chooser = _OPERATIONS[operation]
+    whole = _arguments(operation, arguments, chooser.name)
+    if operation is expert_mlp:
+        check_call(chooser.name, *whole[:3])
+    else:
+        check_tensor(chooser.name, next(iter(inspect.signature(operation).parameters)), whole[0])
+    if operation is route:
+        logits, top_k, scoring, *rest = whole
+        whole = (as_routed(logits), top_k, Scoring.of(scoring), *rest)
+    return _explain(chooser, whole)
 
 
 def _explain(operation: Operation, arguments: tuple[Any, ...]) -> Explanation:
@@ -131,28 +143,14 @@ def _explain(operation: Operation, arguments: tuple[Any, ...]) -> Explanation:
         operation=operation.name,
         candidates=tuple(Candidate(n, p if isinstance(p, str) else None) for n, p in found.items()),
         chosen=name,
-        strategy=None if chosen is None or not chosen.walk else chosen.walk,
-        strategy_reason=None if chosen is None or not chosen.why else chosen.why,
+        strategy=None if chosen is None else chosen.walk or None,
+        strategy_reason=None if chosen is None else chosen.why or None,
         kernels=() if chosen is None else chosen.kernels(*arguments),
         threads=0 if chosen is None else chosen.threads,
         workspace_bytes=None if chosen is None else chosen.workspace_bytes,
         weights=_describe(arguments[2], name) if operation is EXPERT_MLP else None,
         forced=forced if forced in found else None,
     )
-
-
-def _with_defaults(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call, with those that it may leave out."""
-    defaults: dict[str, tuple[Any, ...]] = {
-        "expert_mlp": (None, None, None, "auto"),
-        "projection": (None, None, None),
-        "route": (None, None, "softmax-renormalized", None, None),
-    }
-    whole = (*arguments, *defaults.get(name, ())[len(arguments) :])
-    if name != "route":
-        return whole
-    logits, top_k, scoring, *rest = whole
-    return as_routed(logits), top_k, Scoring.of(scoring), *rest
 
 
 def _describe(weights: ExpertWeights, chosen: str | None) -> str:
@@ -169,14 +167,17 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     return f"{text}, decoded in registers, or for many rows a few rows at a time"
 
 
-def _arguments(name: str, arguments: tuple[Any, ...], least: int, most: int) -> tuple[Any, ...]:
-    if not least <= len(arguments) <= most:
+def _arguments(call: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """The arguments of a call, with those that it may leave out."""
+    signature = inspect.signature(call)
+    try:
+        bound = signature.bind(*arguments)
+    except TypeError:
         raise invalid_input(
             "explain",
             got=f"{len(arguments)} arguments for {name}",
-            needs=f"{least} to {most}, as the call itself takes"
-            if most > least
-            else f"{least}, as the call itself takes",
+            needs=f"{', '.join(signature.parameters)}, as the call itself takes them",
             fix="Pass the function or module and then its arguments: moestro.explain(moestro.topk, scores, 2).",
-        )
-    return arguments
+        ) from None
+    bound.apply_defaults()
+    return bound.args

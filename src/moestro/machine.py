@@ -8,17 +8,18 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moestro import cgroups, settings
+from moestro import settings
 
+_ROOT = Path("/")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PROBE_BYTES = 1 << 30
 _SEGMENTS = 4
@@ -29,6 +30,12 @@ _DEVICE_SIDES = (4096, 8192)
 _X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
 _NEWER_X86_FEATURES = ("avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
+
+_LIMITS = {
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+"""By version: the files of limits, that of the bytes in use, and what of these is cached and given back when asked."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def measure(dtype: torch.dtype = torch.float32, device: torch.device | str = "cp
     device = torch.device(device)
     dtypes = {dtype, torch.float32} if device.type == "cpu" and dtype.itemsize == 2 else {dtype}
     with torch.inference_mode():
-        return Roof(_bandwidth(device), max(_matmul_rate(d, device) for d in dtypes))
+        return Roof(max(bandwidths(device).values()), max(_matmul_rate(d, device) for d in dtypes))
 
 
 def roof(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Roof:
@@ -127,10 +134,6 @@ def describe_gpu(device: torch.device | str) -> dict[str, Any]:
 def probe_bytes(device: torch.device | str = "cpu") -> int:
     """Size of the buffer behind the bandwidth probe: 1 GiB, or a quarter of the free memory if that is less."""
     return max(min(_PROBE_BYTES, available_bytes(device) // 4) // 2**20 * 2**20, 2**24)
-
-
-def _bandwidth(device: torch.device) -> float:
-    return max(bandwidths(device).values())
 
 
 def bandwidths(device: torch.device | str) -> dict[str, float]:
@@ -216,7 +219,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def available_bytes(device: torch.device | str = "cpu", root: Path = cgroups.ROOT) -> int:
+def available_bytes(device: torch.device | str = "cpu", root: Path = _ROOT) -> int:
     """Bytes that can be allocated now: free device memory, or what the kernel and every limit leave on a CPU.
 
     Args:
@@ -229,16 +232,12 @@ def available_bytes(device: torch.device | str = "cpu", root: Path = cgroups.ROO
         return int(free)
     found = re.search(r"MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"))
     free = int(found[1]) * 1024 if found else _physical_bytes() // 2
-    return min([free, *(limit.left_bytes for limit in cgroups.limits(root))])
+    return min([free, *(limit.left_bytes for limit in limits(root))])
 
 
-def memory_bytes(root: Path = cgroups.ROOT) -> int:
-    """Bytes that this process could hold: the machine's memory, or the least limit of its control groups.
-
-    Args:
-        root: the folder that holds proc and sys.
-    """
-    return min([_physical_bytes(), *(limit.limit_bytes for limit in cgroups.limits(root))])
+def memory_bytes(root: Path = _ROOT) -> int:
+    """Bytes that this process could hold: the machine's memory, or the least limit of its control groups."""
+    return min([_physical_bytes(), *(limit.limit_bytes for limit in limits(root))])
 
 
 def _physical_bytes() -> int:
@@ -259,19 +258,80 @@ def cache_bytes() -> dict[str, int]:
 
 def processor_name() -> str:
     """The processor's own name where the system tells it, else its architecture."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def features() -> list[str]:
     """The instruction sets that matter to matmuls, of those the processor lists."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     listed = set(found[1].split()) if found else set()
     return [name for name in (*_X86_FEATURES, *_NEWER_X86_FEATURES, *_ARM_FEATURES) if name in listed]
 
 
-def _read(path: str | Path) -> str:
+@dataclass(frozen=True)
+class Limit:
+    """The memory limit of one control group.
+
+    Attributes:
+        limit_bytes: the most that its processes may hold.
+        left_bytes: of these, what they do not hold now; cached files that nobody is using count as left.
+    """
+
+    limit_bytes: int
+    left_bytes: int
+
+
+def limits(root: Path = _ROOT) -> list[Limit]:
+    """The memory limits of this process's control groups, versions 1 and 2, and of all of their ancestors."""
+    return [found for folder, version in _groups(root) if (found := _limit(folder, *_LIMITS[version])) is not None]
+
+
+def _limit(folder: Path, names: tuple[str, ...], used_name: str, cached_name: str) -> Limit | None:
+    numbers = [int(text) for name in names if (text := _read(folder / name).strip()).isdecimal()]
+    used = _read(folder / used_name).strip()
+    if not numbers or not used.isdecimal():
+        return None
+    cached = re.search(rf"^{cached_name} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+    held = max(int(used) - (int(cached[1]) if cached else 0), 0)
+    return Limit(min(numbers), max(min(numbers) - held, 0))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders of this process's groups that can limit memory, and those of their ancestors; their version."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
+        in_version_1 = "memory" in controllers.split(",")
+        if not in_version_1 and hierarchy != "0":
+            continue
+        version = "cgroup" if in_version_1 else "cgroup2"
+        for mounted, mount_point in _mounts(root, version):
+            # A container may see less of the hierarchy than the path names.
+            group = PurePosixPath(path)
+            seen = ".." not in group.parts and group.is_relative_to(mounted)
+            inside = group.relative_to(mounted) if seen else PurePosixPath()
+            for folder in (inside, *inside.parents):
+                yield root / str(mount_point / folder).lstrip("/"), version
+
+
+def _mounts(root: Path, version: str) -> Iterator[tuple[str, PurePosixPath]]:
+    """Which part of the hierarchy lies where, of each place where it is mounted."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        own, other = before.split(), after.split()
+        if (
+            len(own) > 4
+            and other
+            and other[0] == version
+            and (version == "cgroup2" or "memory" in other[-1].split(","))
+        ):
+            part, place = (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text) for text in own[3:5])
+            yield part, PurePosixPath(place)
+
+
+def _read(path: Path) -> str:
+    """What a file of the system says; "" where it says nothing."""
     try:
-        return Path(path).read_text()
-    except OSError:
+        return path.read_text()
+    except (OSError, ValueError):
         return ""

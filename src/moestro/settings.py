@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,9 +30,8 @@ class Settings:
 _PROCESS = Settings(os.environ.get(IMPLEMENTATION_VARIABLE) or None, os.environ.get(STRATEGY_VARIABLE) or None)
 _Blocks = tuple[Settings, ...]
 
-# The blocks that are open here, and what they come to.
-_open: ContextVar[_Blocks] = ContextVar("moestro.use", default=())
-_current: ContextVar[Settings] = ContextVar("moestro.settings", default=_PROCESS)
+# The blocks that are open, and what they come to.
+_context: ContextVar[tuple[_Blocks, Settings]] = ContextVar("moestro.settings", default=((), _PROCESS))
 
 
 class _Thread(threading.local):
@@ -48,7 +47,7 @@ _thread = _Thread()
 
 def current() -> Settings:
     """The settings in force."""
-    return _thread.settings if is_dynamo_compiling() else _current.get()
+    return _thread.settings if is_dynamo_compiling() else _context.get()[1]
 
 
 MASKED = tuple(os.environ.get(MASK_VARIABLE, "").replace(",", " ").split())
@@ -85,22 +84,19 @@ def use(implementation: str | None = None, strategy: str | None = None) -> Itera
         strategy: "grouped", "blockwise", "selective" or "all_experts", or None to leave it.
     """
     block = Settings(implementation, strategy)
-    _set((*_here(), block), (*_thread.blocks, block))
+    _change(lambda blocks: (*blocks, block))
     try:
         yield
     finally:
-        _set(_without(_here(), block), _without(_thread.blocks, block))
+        _change(lambda blocks: tuple(other for other in blocks if other is not block))
 
 
-def _here() -> _Blocks:
-    return () if is_dynamo_compiling() else _open.get()
-
-
-def _set(here: _Blocks, in_thread: _Blocks) -> None:
-    _thread.blocks, _thread.settings = in_thread, _merged(in_thread)
+def _change(edit: Callable[[_Blocks], _Blocks]) -> None:
+    _thread.blocks = edit(_thread.blocks)
+    _thread.settings = _merged(_thread.blocks)
     if not is_dynamo_compiling():
-        _open.set(here)
-        _current.set(_merged(here))
+        blocks = edit(_context.get()[0])
+        _context.set((blocks, _merged(blocks)))
 
 
 def _merged(blocks: _Blocks) -> Settings:
@@ -108,7 +104,3 @@ def _merged(blocks: _Blocks) -> Settings:
     for block in blocks:
         merged = Settings(block.implementation or merged.implementation, block.strategy or merged.strategy)
     return merged
-
-
-def _without(blocks: _Blocks, closed: Settings) -> _Blocks:
-    return tuple(block for block in blocks if block is not closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -72,12 +73,7 @@ class SharedExperts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as nn.Linear; biases zero."""
-        for weight in (self.gate_up, self.down, self.output_gate):
-            if weight is not None:
-                nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
-        for bias in (self.gate_up_bias, self.down_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        reset((self.gate_up, self.down, self.output_gate), (self.gate_up_bias, self.down_bias))
 
     def extra_repr(self) -> str:
         inner, bias = self.down.shape[1], self.gate_up_bias is not None
@@ -110,3 +106,13 @@ class SharedExperts(nn.Module):
 
 def _to(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
+
+
+def reset(weights: Iterable[Tensor | None], biases: Iterable[Tensor | None]) -> None:
+    """Weights [..., fan in] uniform in +-1/sqrt(fan in), as nn.Linear has them; biases zero."""
+    for weight in weights:
+        if weight is not None:
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+    for bias in biases:
+        if bias is not None:
+            nn.init.zeros_(bias)

@@ -8,9 +8,10 @@ Shape legend, used in every docstring of the package:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +21,8 @@ from moestro.errors import invalid_input
 
 EMPTY = -1
 """The expert id of an empty slot: it costs nothing and adds nothing."""
+
+_T = TypeVar("_T")
 
 WeightOn = Literal["output", "input"]
 
@@ -89,8 +92,7 @@ class Routing:
         cls, expert_ids: Tensor, routing_weights: Tensor, weight_on: WeightOn, checked_for: int | None = None
     ) -> Routing:
         """The same value without a look at shapes, dtypes and devices, for tensors made to fit."""
-        made = object.__new__(cls)
-        made.__dict__.update(expert_ids=expert_ids, routing_weights=routing_weights, weight_on=weight_on)
+        made = unchecked(cls, expert_ids=expert_ids, routing_weights=routing_weights, weight_on=weight_on)
         return made if checked_for is None else made.mark_checked(checked_for)
 
     def mark_checked(self, num_experts: int) -> Routing:
@@ -194,6 +196,9 @@ class Activation:
     up_offset: float = 0.0
     function: Callable[[Tensor], Tensor] | None = None
 
+    code: ClassVar[str]
+    """All of it but the function as a string, which a graph can hold; `decode` reads it back."""
+
     def __post_init__(self) -> None:
         kinds = ActivationKind.__args__  # type: ignore[attr-defined]
         if self.kind not in kinds:
@@ -220,8 +225,9 @@ class Activation:
                 needs='kind="custom" and a function together, or neither',
                 fix="Set both or drop both.",
             )
+        numbers = (float(self.alpha), None if self.limit is None else float(self.limit), float(self.up_offset))
         # Here and not where it is needed: a tracer that lets sizes vary takes an object's numbers for sizes.
-        object.__setattr__(self, "_code", self._encode())
+        object.__setattr__(self, "code", json.dumps((self.kind, bool(self.gated), bool(self.interleaved), *numbers)))
 
     @classmethod
     def of(cls, value: Activation | str, operation: str = "Activation") -> Activation:
@@ -244,28 +250,10 @@ class Activation:
             fix='A function of your own is Activation(kind="custom", function=...); a plain expert has gated=False.',
         )
 
-    def _encode(self) -> str:
-        limit = "none" if self.limit is None else repr(float(self.limit))
-        numbers = f"{float(self.alpha)!r}|{limit}|{float(self.up_offset)!r}"
-        return f"{self.kind}|{int(self.gated)}|{int(self.interleaved)}|{numbers}"
-
-    @property
-    def code(self) -> str:
-        """All of it but the function as a string, which a graph can hold; `decode` reads it back."""
-        return str(self._code)  # type: ignore[attr-defined]
-
     @classmethod
     def decode(cls, code: str) -> Activation:
         """The activation without a function whose `code` this is."""
-        kind, gated, interleaved, alpha, limit, up_offset = code.split("|")
-        return cls(
-            kind=kind,  # type: ignore[arg-type]
-            gated=gated == "1",
-            interleaved=interleaved == "1",
-            alpha=float(alpha),
-            limit=None if limit == "none" else float(limit),
-            up_offset=float(up_offset),
-        )
+        return cls(*json.loads(code))
 
 
 SWIGLU = Activation()
@@ -279,7 +267,14 @@ PRESETS = {
 """Activations that have a name of their own; all are gated."""
 
 
-def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
+def unchecked(cls: type[_T], **values: Any) -> _T:
+    """A frozen value without the checks of its constructor; fields that are not named keep their defaults."""
+    made = object.__new__(cls)
+    made.__dict__.update(values)
+    return made
+
+
+def register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
     """Let torch.export and torch.compile carry a frozen dataclass of tensors across their boundary."""
     names = tuple(f.name for f in fields(cls) if f.name not in static)
 
@@ -290,20 +285,13 @@ def _register_pytree(cls: type[Any], static: tuple[str, ...] = ()) -> None:
         children, context = flatten(value)
         return [(pytree.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)], context
 
-    def unflatten(children: Any, context: Any) -> Any:
-        value = object.__new__(cls)
-        for name, item in [*zip(names, children, strict=True), *zip(static, context, strict=True)]:
-            object.__setattr__(value, name, item)
-        return value
-
     pytree.register_pytree_node(
         cls,
         flatten,
-        unflatten,
+        lambda children, context: unchecked(cls, **dict(zip((*names, *static), (*children, *context), strict=True))),
         serialized_type_name=f"moestro.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
 
 
-register_pytree = _register_pytree
-_register_pytree(Routing, static=("weight_on",))
+register_pytree(Routing, static=("weight_on",))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -15,7 +15,7 @@ from moestro import formats
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import INTEGERS, PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
-from moestro.types import SWIGLU, Activation, InputFormat, register_pytree
+from moestro.types import SWIGLU, Activation, InputFormat, register_pytree, unchecked
 
 OutputNorm = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class ExpertWeights:
     down: StoredExperts
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    activation: Activation = field(default=SWIGLU)
+    activation: Activation = SWIGLU
     output_norm: OutputNorm | None = None
     input_format: InputFormat = "float"
 
@@ -88,22 +88,6 @@ class ExpertWeights:
         """Wrap ordinary floating-point tensors; nothing is copied. Shapes and errors as for the class."""
         return cls(dense(gate_up), dense(down), gate_up_bias, down_bias, activation)
 
-    @classmethod
-    def unchecked(
-        cls,
-        gate_up: StoredExperts,
-        down: StoredExperts,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: Activation,
-        input_format: InputFormat,
-    ) -> ExpertWeights:
-        """Weights of what a checked value was made of: a node of a graph makes them at every call."""
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "output_norm": None}
-        rest = {"activation": activation, "input_format": input_format}
-        made: ExpertWeights = _unchecked(cls, gate_up=gate_up, down=down, **biases, **rest)
-        return made
-
     def quantize(
         self, format: str | WeightFormat, search: Search = "nearest", input_format: InputFormat | None = None
     ) -> ExpertWeights:
@@ -125,10 +109,8 @@ class ExpertWeights:
         form = formats.find_format(format) if isinstance(format, str) else format
         rows = self.input_format if input_format is None else input_format
         check_input_format(rows, (form,), "quantize")
-        gate_up, down = (
-            quantize_experts(stored, form, search, name)
-            for name, stored in (("gate_up", self.gate_up), ("down", self.down))
-        )
+        gate_up = quantize_experts(self.gate_up, form, search, "gate_up")
+        down = quantize_experts(self.down, form, search, "down")
         return replace(self, gate_up=gate_up, down=down, input_format=rows)
 
     @property
@@ -137,14 +119,10 @@ class ExpertWeights:
         biases = (self.gate_up_bias, self.down_bias)
         return (*self.gate_up.tensors, *self.down.tensors, *(b for b in biases if b is not None))
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """What a call of the primitive asks of the value, looked up once: it is frozen."""
-        found: Parts | None = self.__dict__.get("_parts")
-        if found is None:
-            found = Parts.of(self)
-            object.__setattr__(self, "_parts", found)
-        return found
+        return Parts.of(self)
 
     @property
     def num_experts(self) -> int:
@@ -161,7 +139,7 @@ class ExpertWeights:
     @property
     def bytes_per_expert(self) -> int:
         """Stored bytes that computing with one expert reads."""
-        return sum(t.numel() * t.element_size() for t in self.tensors) // max(self.num_experts, 1)
+        return sum(t.nbytes for t in self.tensors) // max(self.num_experts, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,35 +251,30 @@ def quantize_experts(
     name: str,
     after: Callable[[int], object] = lambda expert: None,
 ) -> PackedTensor:
-    """Experts in another format, stacked: beside the stack, no more than one expert is ever held in full precision.
+    """Experts [E, N, K] in another format, stacked; as they are if they are one stack in the format already.
 
-    Args:
-        stored: [E, N, K]; returned as it is if it is one stack in the format already.
-        form: the format, dense or packed.
-        search: how scales are chosen, "nearest" or "mse".
-        name: what errors call it.
-        after: called with an expert's number when its stored weights are read no more.
-
-    Raises:
-        InvalidInputError: the format cannot store matrices of these sizes, or NaN or infinity in the weights.
+    Beside the stack, no more than one expert is ever held in full precision. Errors are those of `formats.quantize`,
+    and call the experts `name`. `after` is called with an expert's number when its stored weights are read no more.
     """
     if isinstance(stored, PackedTensor) and stored.format == form:
         return stored
     num_experts, num_rows, num_columns = stored.shape
     formats.check_shape(form, num_rows, num_columns, f"quantize {name}")
     stack: list[Tensor] = []
-    for e in range(num_experts):
-        matrix = torch.cat([formats.dequantize(block, _source_dtype(block)) for block in stored.blocks(e)])
-        packed = formats.quantize(matrix, form, search, f"{name}[{e}]")
+    for e, packed in enumerate(quantized(stored, form, search, name)):
         stack = stack or [t.new_empty(num_experts, *t.shape) for t in packed.tensors]
         for all_experts, own in zip(stack, packed.tensors, strict=True):
             all_experts[e] = own
         after(e)
-    return PackedTensor(format=form, **dict(zip(Layout(form).names, stack, strict=True)))
+    return PackedTensor(format=form, **dict(zip(form.names, stack, strict=True)))
 
 
-def _source_dtype(block: PackedTensor) -> torch.dtype:
-    return block.data.dtype if block.format.is_dense else torch.float32
+def quantized(stored: StoredExperts, form: WeightFormat, search: Search, name: str) -> Iterator[PackedTensor]:
+    """Each expert in another format, one after the other; `search` and `name` as for `quantize_experts`."""
+    for e in range(stored.num_experts):
+        blocks = ((block, block.data.dtype if block.format.is_dense else torch.float32) for block in stored.blocks(e))
+        matrix = torch.cat([formats.dequantize(block, dtype) for block, dtype in blocks])
+        yield formats.quantize(matrix, form, search, f"{name}[{e}]")
 
 
 @dataclass(frozen=True)
@@ -320,42 +293,28 @@ class Layout:
     def of(cls, stored: StoredExperts) -> Layout:
         return cls(stored.format, len(stored.matrices[0]) if isinstance(stored, SplitTensor) else 0)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The fields of `PackedTensor` that the format fills: one tensor of each for a stack, or for every matrix."""
-        scaling = self.format.scaling
-        if scaling is None:
-            return ("data",)
-        kinds = {"data": True, "scales": True, "zeros": scaling.zeros, "global_scales": scaling.global_scales}
-        return tuple(name for name, there in kinds.items() if there)
-
     def num_experts(self, num_tensors: int, height: int) -> int:
         """E of the experts that so many tensors make up, the first of which has `height` entries."""
-        return num_tensors // (self.num_blocks * len(self.names)) if self.num_blocks else height
+        return num_tensors // (self.num_blocks * len(self.format.names)) if self.num_blocks else height
 
     def build(self, tensors: Sequence[Tensor]) -> StoredExperts:
         """The experts made of these tensors; they come from a value of this layout and are not checked again."""
-        names = self.names
-        packed: list[PackedTensor] = [
-            _unchecked(PackedTensor, format=self.format, **dict(zip(names, tensors[i : i + len(names)], strict=True)))
+        names = self.format.names
+        packed = [
+            unchecked(PackedTensor, format=self.format, **dict(zip(names, tensors[i : i + len(names)], strict=True)))
             for i in range(0, len(tensors), len(names))
         ]
         if not self.num_blocks:
             return packed[0]
         matrices = (tuple(packed[i : i + self.num_blocks]) for i in range(0, len(packed), self.num_blocks))
-        split: SplitTensor = _unchecked(SplitTensor, matrices=tuple(matrices))
-        return split
+        return unchecked(SplitTensor, matrices=tuple(matrices))
 
 
 class Built:
     """Weights, and the tensors that they were made of; kept in a module they save making the same value at every call.
 
-    A copy or a pickle of the module finds None in its place.
-
-    Args:
-        weights: the value.
-        parameters: those of the tensors that a cast of the module may give another dtype, or `.data =` another shape.
-        others: those that are replaced as a whole.
+    A cast of the module may give `parameters` another dtype, `.data =` another shape; the `others` are replaced as a
+    whole. A copy or a pickle of the module finds None in its place.
     """
 
     def __init__(
@@ -373,14 +332,6 @@ class Built:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def _unchecked(cls: Any, **values: Any) -> Any:
-    """A frozen value without the checks of its constructor; fields that are not named keep their defaults."""
-    made = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 register_pytree(PackedTensor, static=("format",))

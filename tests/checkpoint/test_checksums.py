@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,8 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from checkpoint.files import index, parts, written
-from moestro.checkpoint import checksums, open_checkpoint, write_checksums
-from moestro.checkpoint.header import open_file
+from moestro.checkpoint import checksums, header, open_checkpoint, write_checksums
 from moestro.errors import InvalidInputError
 
 NAME = "moestro-checksums.json"
@@ -175,12 +175,12 @@ def test_as_many_threads_as_torch_has(tmp_path: Path, monkeypatch: pytest.Monkey
     barrier = threading.Barrier(3)
     names: set[str] = set()
 
-    def meeting(path: Path) -> BinaryIO:
+    def meeting(path: Path) -> AbstractContextManager[BinaryIO]:
         names.add(threading.current_thread().name)
         barrier.wait(timeout=60)
-        return open_file(path)
+        return header.reading(path)
 
-    monkeypatch.setattr(checksums, "open_file", meeting)
+    monkeypatch.setattr(checksums, "reading", meeting)
     torch.set_num_threads(3)
     assert checkpoint.checksums() == alone
     assert len(names) == 3
@@ -198,7 +198,7 @@ def test_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     checkpoint = open_checkpoint(tmp_path / "x")
     with open(tmp_path / "x", "rb") as file:
         descriptor = file.fileno()
-        monkeypatch.setattr(checksums, "open_file", lambda path: Broken())
+        monkeypatch.setattr(header, "open", lambda path, mode: Broken(), raising=False)
         with pytest.raises(InvalidInputError) as caught:
             checkpoint.checksums()
     assert f"{tmp_path / 'x'}: Input/output error" in parts(caught.value)["got"]
@@ -242,7 +242,8 @@ def test_any_changed_byte_is_caught(tmp_path_factory: pytest.TempPathFactory, da
     save_file({"a": torch.arange(6.0), "b": torch.arange(9, dtype=torch.uint8)}, folder / "x", {"format": "pt"})
     write_checksums(folder, open_checkpoint([folder / "x"]).checksums())
     before = (folder / "x").read_bytes()
-    entries = open_checkpoint([folder / "x"])._in_order()
+    checkpoint = open_checkpoint([folder / "x"])
+    entries = [checkpoint.entry(name) for name in checkpoint.names]
     position = data.draw(st.integers(min(e.start for e in entries), len(before) - 1))
     change(folder / "x", position, data.draw(st.integers(0, 7)))
     name = next(e.name for e in entries if e.start <= position < e.stop)

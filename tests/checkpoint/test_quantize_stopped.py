@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from checkpoint import quantize_jobs
 from checkpoint.quantize_jobs import make_job, make_source, many_files, refused, sums
 from moestro.checkpoint.quantize import Progress, quantize_checkpoint
-from moestro.checkpoint.resume import JOURNAL, RECORD, partial_folder
+from moestro.checkpoint.resume import RECORD, partial_folder
 from moestro.checkpoint.scheme import Scheme
 
 
@@ -101,15 +101,6 @@ def test_a_second_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: 
     assert second.complete_before
     assert steps == []
     assert replace(second, complete_before=False, num_resumed=0, seconds=first.seconds) == first
-
-
-def test_a_run_that_was_stopped_after_the_last_rename(source: Path, tmp_path: Path) -> None:
-    job = many_files(source, tmp_path / "dst")
-    quantize_checkpoint(job)
-    before = sums(tmp_path / "dst")
-    (tmp_path / "dst" / JOURNAL).write_text("{}")
-    assert quantize_checkpoint(job).complete_before
-    assert sums(tmp_path / "dst") == before
 
 
 @pytest.mark.parametrize("complete", [True, False])

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from checkpoint.files import every_dtype, parts, same_bits
 from moestro.checkpoint import TensorSpec, open_checkpoint, plan_shards, shard_names, write_file, write_index
-from moestro.checkpoint import replace as replacement
+from moestro.checkpoint import write as writing
 from moestro.checkpoint.header import DTYPES
 from moestro.errors import InvalidInputError, UnsupportedError
 
@@ -39,20 +40,14 @@ def specs_of(tensors: dict[str, Tensor]) -> list[TensorSpec]:
     return [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
 
 
-class Pieces:
-    """Produce tensors in pieces of so many rows; remembers who was asked for."""
-
-    def __init__(self, tensors: dict[str, Tensor], rows: int = 10**9) -> None:
-        self.tensors, self.rows, self.asked = tensors, rows, list[str]()
-
-    def __call__(self, spec: TensorSpec) -> Iterable[Tensor]:
-        self.asked.append(spec.name)
-        tensor = self.tensors[spec.name]
-        return tensor.split(self.rows) if tensor.dim() else [tensor]
+def pieces_of(tensors: dict[str, Tensor], rows: int = 10**9) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in pieces of so many rows; one of each in turn."""
+    pieces = [[(n, piece) for piece in (t.split(rows) if t.dim() else [t])] for n, t in tensors.items()]
+    return (piece for turn in zip_longest(*pieces) for piece in turn if piece is not None)
 
 
 def written(path: Path, tensors: dict[str, Tensor], rows: int = 10**9) -> dict[str, str]:
-    return write_file(path, specs_of(tensors), Pieces(tensors, rows))
+    return write_file(path, specs_of(tensors), pieces_of(tensors, rows))
 
 
 def files(folder: Path) -> list[str]:
@@ -94,28 +89,17 @@ def test_the_same_bytes_whatever_the_tensors(
 ) -> None:
     tensors = {name: torch.zeros(shape, dtype=torch.uint8).to(dtype) for name, (dtype, shape) in kinds.items()}
     path = tmp_path_factory.mktemp("any") / "x"
-    write_file(path, specs_of(tensors), Pieces(tensors, 2), metadata)
+    write_file(path, specs_of(tensors), pieces_of(tensors, 2), metadata)
     assert path.read_bytes() == save(tensors, metadata)
 
 
 def test_metadata_is_sorted(tmp_path: Path) -> None:
     metadata = {"z": "1", "format": "pt", "ä": '"2"\n', "a": "3"}
-    write_file(tmp_path / "x", specs_of(TENSORS), Pieces(TENSORS), metadata)
+    write_file(tmp_path / "x", specs_of(TENSORS), pieces_of(TENSORS), metadata)
     with safe_open(tmp_path / "x", "pt") as file:
         assert file.metadata() == metadata
     text = (tmp_path / "x").read_bytes()[8:]
     assert text.startswith('{"__metadata__":{"a":"3","format":"pt","z":"1","ä":'.encode())
-
-
-def test_tensors_are_asked_for_in_the_order_of_the_file(tmp_path: Path) -> None:
-    produce = Pieces(TENSORS)
-    write_file(tmp_path / "x", specs_of(TENSORS), produce)
-    assert produce.asked == ["s", "a", "b"]
-    assert [e.name for e in sorted(map(open_checkpoint(tmp_path / "x").entry, "abs"), key=lambda e: e.start)] == [
-        "s",
-        "a",
-        "b",
-    ]
 
 
 def test_pieces_that_are_views(tmp_path: Path) -> None:
@@ -149,7 +133,7 @@ def test_pieces_do_not_pile_up_before_a_slow_hash(tmp_path: Path, monkeypatch: p
         def hexdigest(self) -> str:
             return ""
 
-    def pieces(spec: TensorSpec) -> Iterator[Tensor]:
+    def pieces() -> Iterator[tuple[str, Tensor]]:
         for i in range(12):
             array = np.full((1, 100), i, dtype=np.uint8)
             alive.add(i)
@@ -157,11 +141,11 @@ def test_pieces_do_not_pile_up_before_a_slow_hash(tmp_path: Path, monkeypatch: p
             counts.append(len(alive))
             piece = torch.from_numpy(array)  # lives until nobody needs these bytes
             del array
-            yield piece
+            yield "a", piece
             del piece
 
     monkeypatch.setattr(hashlib, "sha256", Slow)
-    write_file(tmp_path / "x", [TensorSpec("a", torch.uint8, (12, 100))], pieces)
+    write_file(tmp_path / "x", [TensorSpec("a", torch.uint8, (12, 100))], pieces())
     assert max(counts) <= 3  # the one being made, the one being hashed, and one whose hashing has just ended
     assert alive == set()
     assert open_checkpoint(tmp_path / "x").tensor("a")[:, -1].tolist() == list(range(12))
@@ -179,15 +163,15 @@ def test_a_piece_is_hashed_while_the_next_is_made(tmp_path: Path, monkeypatch: p
         def hexdigest(self) -> str:
             return ""
 
-    def pieces(spec: TensorSpec) -> Iterator[Tensor]:
+    def pieces() -> Iterator[tuple[str, Tensor]]:
         for i in range(3):
             started[i].set()
-            yield torch.full((1, 10), float(i))
+            yield "a", torch.full((1, 10), float(i))
         started[3].set()
 
     monkeypatch.setattr(hashlib, "sha256", Waiting)
     before = threading.active_count()
-    write_file(tmp_path / "x", [TensorSpec("a", torch.float32, (3, 10))], pieces)
+    write_file(tmp_path / "x", [TensorSpec("a", torch.float32, (3, 10))], pieces())
     assert waited == [True] * 3
     assert threading.active_count() == before
 
@@ -197,7 +181,7 @@ def test_a_piece_is_hashed_while_the_next_is_made(tmp_path: Path, monkeypatch: p
 
 def refused(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[Tensor]) -> str:
     with pytest.raises(InvalidInputError) as caught:
-        write_file(path, specs, lambda spec: pieces)
+        write_file(path, specs, ((specs[0].name, piece) for piece in pieces))
     assert files(path.parent) == []
     found = parts(caught.value)
     assert found["operation"] == "write_file"
@@ -237,6 +221,13 @@ def test_a_producer_without_end_is_stopped(tmp_path: Path) -> None:
     assert made == 2
 
 
+def test_a_piece_of_a_tensor_that_was_not_announced(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        write_file(tmp_path / "x", [SPEC], [("b", torch.zeros(4, 3))])
+    assert "a piece of tensor 'b'" in parts(caught.value)["got"]
+    assert files(tmp_path) == []
+
+
 def test_names_that_no_header_can_hold(tmp_path: Path) -> None:
     one = torch.zeros(1)
     for names, fragment in ((["b", "b"], "'b'"), (["__metadata__"], "__metadata__"), (["\ud800"], "Unicode")):
@@ -251,7 +242,7 @@ def test_a_header_that_nobody_would_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.quint8, torch.float4_e2m1fn_x2])
 def test_dtypes_that_no_file_can_hold(tmp_path: Path, dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        write_file(tmp_path / "x", [TensorSpec("a", dtype, (1,))], lambda spec: [])
+        write_file(tmp_path / "x", [TensorSpec("a", dtype, (1,))], [])
     assert f"tensor 'a' of {dtype}" in parts(caught.value)["got"]
     assert files(tmp_path) == []
 
@@ -262,15 +253,15 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Interrupted])
 def test_an_error_of_the_producer_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
-    def pieces(spec: TensorSpec) -> Iterator[Tensor]:
-        yield torch.zeros(2, 3)
+    def pieces() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(2, 3)
         assert files(tmp_path) == ["x", "x.partial"]
         raise error("no more")
 
     written(tmp_path / "x", TENSORS)
     before = (tmp_path / "x").read_bytes()
     with pytest.raises(error, match="no more"):
-        write_file(tmp_path / "x", [SPEC], pieces)
+        write_file(tmp_path / "x", [SPEC], pieces())
     assert files(tmp_path) == ["x"]
     assert (tmp_path / "x").read_bytes() == before
     (tmp_path / "x.partial").write_bytes(b"of a process that was killed" * 100)
@@ -281,7 +272,7 @@ def test_an_error_of_the_producer_leaves_what_was_there(tmp_path: Path, error: t
 
 def no_space(tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> str:
     """/dev/full takes the place of the file being written: every write to it fails for want of space."""
-    monkeypatch.setattr(replacement, "_open_no_link", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(writing, "_open_no_link", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(InvalidInputError) as caught:
         written(tmp_path / "x", tensors)
     assert files(tmp_path) == []
@@ -353,12 +344,12 @@ def test_killed_while_writing(tmp_path: Path) -> None:
 import torch
 from pathlib import Path
 from moestro.checkpoint import TensorSpec, write_file
-def pieces(spec):
+def pieces():
     for _ in range(10):
-        yield torch.zeros(1, 2**20)
+        yield "a", torch.zeros(1, 2**20)
     print("half", flush=True)
     input()
-write_file(Path({str(tmp_path / "x")!r}), [TensorSpec("a", torch.float32, (20, 2**20))], pieces)
+write_file(Path({str(tmp_path / "x")!r}), [TensorSpec("a", torch.float32, (20, 2**20))], pieces())
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
@@ -423,7 +414,7 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
     assert len(shards) > 3
     named = dict(zip(shard_names(len(shards)), shards, strict=True))
     for name, specs in named.items():
-        write_file(tmp_path / name, specs, Pieces(tensors))
+        write_file(tmp_path / name, specs, pieces_of({spec.name: tensors[spec.name] for spec in specs}))
     index = json.loads(write_index(tmp_path, named).read_text())
     assert index["metadata"] == {"total_size": sum(t.nbytes for t in tensors.values())}
     assert index["weight_map"] == {spec.name: name for name, specs in named.items() for spec in specs}

@@ -18,13 +18,19 @@ from moestro.formats.elements import (
     pack_nibbles,
     round_e2m1,
     round_e4m3,
-    unpack_nibbles,
     write_e4m3,
+    write_nibbles,
 )
 from tolerances import bit_equal
 
 FLOATS = {"e2m1": (ml_dtypes.float4_e2m1fn, 6.0), "e4m3": (ml_dtypes.float8_e4m3fn, 448.0)}
 BYTES = np.arange(256, dtype=np.uint8)
+
+
+def unpacked(data: torch.Tensor, element: str) -> torch.Tensor:
+    out = torch.empty((*data.shape[:-1], data.shape[-1] * 2))
+    write_nibbles(data, element, out)
+    return out
 
 
 def every_value(dtype: Any) -> NDArray[np.float32]:
@@ -114,7 +120,7 @@ NIBBLES = {"e2m1": ml_dtypes.float4_e2m1fn, "int4": ml_dtypes.int4, "uint4": ml_
 def test_unpack_every_byte(element: str) -> None:
     codes = np.stack([BYTES & 15, BYTES >> 4], axis=1)
     expected = torch.from_numpy(codes.view(NIBBLES[element]).astype(np.float32))
-    assert bit_equal(unpack_nibbles(torch.from_numpy(BYTES)[:, None], element), expected)
+    assert bit_equal(unpacked(torch.from_numpy(BYTES)[:, None], element), expected)
 
 
 def test_pack_puts_even_columns_low() -> None:
@@ -126,4 +132,4 @@ def test_pack_puts_even_columns_low() -> None:
 def test_nibbles_round_trip(element: str) -> None:
     codes = torch.randint(0, 16, (3, 5, 64), dtype=torch.uint8)
     values = torch.from_numpy(codes.numpy().view(NIBBLES[element]).astype(np.float32))
-    assert bit_equal(unpack_nibbles(pack_nibbles(codes), element), values)
+    assert bit_equal(unpacked(pack_nibbles(codes), element), values)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from formats import spec
 from moestro.formats import FORMATS, PackedTensor, dequantize, quantize
 from moestro.formats import decode as decode_module
-from moestro.formats.blocks import row_sums
+from moestro.formats.encode import row_sums
 from tolerances import bit_equal, tolerance
 
 FOUR_BITS = [name for name in spec.PACKED if FORMATS[name].bits < 5]

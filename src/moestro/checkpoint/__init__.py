@@ -2,8 +2,8 @@
 
 from moestro.checkpoint.checksums import write_checksums
 from moestro.checkpoint.header import Entry, TensorSpec
+from moestro.checkpoint.outputs import ExpertSource
 from moestro.checkpoint.read import Checkpoint, open_checkpoint
-from moestro.checkpoint.sources import ExpertSource
 from moestro.checkpoint.write import plan_shards, shard_names, write_file, write_index
 
 __all__ = [

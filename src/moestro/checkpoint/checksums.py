@@ -9,16 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from moestro.checkpoint.header import Entry, damaged, identity, open_file, parse_object, shown, unreadable
-from moestro.checkpoint.replace import replace_text
+from moestro.checkpoint.header import Entry, damaged, identity, read_object, reading, shown
+from moestro.checkpoint.write import replace_text
 from moestro.errors import InvalidInputError, invalid_input
 
 CHECKSUMS = "moestro-checksums.json"
-VERIFY = "Checkpoint.verify"
 Progress = Callable[[int, int], object]
 """Called with the bytes done and the bytes in all: on worker threads, one call at a time."""
 Sums = Mapping[str, Mapping[str, str]]
@@ -42,20 +40,11 @@ def write_checksums(folder: Path, sums: Sums) -> Path:
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, str]] | None:
-    """What `write_checksums` wrote in a folder; None if there is nothing.
-
-    Raises:
-        InvalidInputError: the file is not one of checksums, or cannot be read.
-    """
+    """What `write_checksums` wrote in a folder; None if there is nothing."""
     path = folder / CHECKSUMS
     if not path.is_symlink() and not path.exists():
         return None
-    with open_file(path) as file:
-        try:
-            text = file.read()
-        except OSError as error:
-            raise unreadable(path, error) from error
-    found = parse_object(text, path, "checksums")
+    found = read_object(path, "checksums")
     for name, sums in found.items():
         if not isinstance(sums, dict):
             raise damaged(path, f"{shown(str(sums))} for {shown(name)}", "SHA-256 by tensor for every file")
@@ -68,29 +57,18 @@ def read_checksums(folder: Path) -> dict[str, dict[str, str]] | None:
 def compare_names(path: Path, entries: Sequence[Entry], sums: Sums) -> None:
     """Raise unless a file and its checksums list the same tensors."""
     if path.name not in sums:
-        raise _mismatch(path, f"no checksums of {path.name} in {CHECKSUMS}", "those of every file")
+        raise mismatch(path, f"no checksums of {path.name} in {CHECKSUMS}", "those of every file")
     names, listed = {entry.name for entry in entries}, sums[path.name].keys()
     if names != listed:
         name = min(names ^ listed)
         got = f"tensor {shown(name)} {'without a checksum' if name in names else 'missing'}"
-        raise _mismatch(path, got, f"the tensors that {CHECKSUMS} lists")
+        raise mismatch(path, got, f"the tensors that {CHECKSUMS} lists")
 
 
-def compare(entry: Entry, found: str, expected: str) -> None:
-    """Raise unless a tensor's SHA-256 is the expected one."""
-    if found != expected:
-        got = f"tensor {shown(entry.name)} with SHA-256 {found}"
-        raise _mismatch(entry.file, got, f"{expected}, as {CHECKSUMS} says")
-
-
-def missing_file(folder: Path, name: str) -> InvalidInputError:
-    """The error for checksums of a file that is not part of the checkpoint."""
-    return _mismatch(folder / name, f"checksums of a file that the checkpoint in {folder} does not have", "the file")
-
-
-def _mismatch(path: Path, got: str, needs: str) -> InvalidInputError:
+def mismatch(path: Path, got: str, needs: str) -> InvalidInputError:
+    """The error for a file that is not what its checksums say."""
     fix = "The checkpoint has changed since its checksums were written: download or make it again."
-    return invalid_input(VERIFY, got=f"{path}: {got}", needs=needs, fix=fix)
+    return invalid_input("Checkpoint.verify", got=f"{path}: {got}", needs=needs, fix=fix)
 
 
 def digests(
@@ -98,48 +76,36 @@ def digests(
 ) -> Iterator[tuple[Entry, str]]:
     """Read every tensor once; SHA-256 of each, in the order given, on `torch.get_num_threads()` threads.
 
-    Args:
-        entries: the tensors.
-        files: the `identity` of each file when its header was read.
-        on_progress: called after every few MiB.
-
-    Raises:
-        InvalidInputError: a file was replaced or changed, or cannot be read.
+    `files` has the `identity` of each file when its header was read: one that changed since is refused.
     """
     total = sum(entry.nbytes for entry in entries)
     done, lock = 0, threading.Lock()
 
-    def count(nbytes: int) -> None:
+    def digest(entry: Entry) -> str:
         nonlocal done
-        with lock:
-            done += nbytes
-            if on_progress is not None:
-                on_progress(done, total)
+        found = hashlib.sha256()
+        for chunk in _chunks(entry, files[entry.file]):
+            found.update(chunk)
+            with lock:
+                done += len(chunk)
+                if on_progress is not None:
+                    on_progress(done, total)
+        return found.hexdigest()
 
     with ThreadPoolExecutor(torch.get_num_threads(), "moestro-sha256") as pool:
-        yield from zip(entries, pool.map(lambda entry: _digest(entry, files[entry.file], count), entries), strict=True)
+        yield from zip(entries, pool.map(digest, entries), strict=True)
 
 
-def _digest(entry: Entry, expected: tuple[int, int, int, int], count: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(entry.nbytes, _CHUNK_BYTES)))
-    left = entry.nbytes
-    with open_file(entry.file) as file:
+def _chunks(entry: Entry, expected: tuple[int, int, int, int]) -> Iterator[memoryview]:
+    """A tensor's bytes, a few MiB at a time; each chunk until the next is asked for."""
+    buffer, left = memoryview(bytearray(min(entry.nbytes, _CHUNK_BYTES))), entry.nbytes
+    with reading(entry.file) as file:
         if identity(file) != expected:
-            raise _mismatch(entry.file, "a file that changed after it was opened", "one that stays as it is")
+            raise mismatch(entry.file, "a file that changed after it was opened", "one that stays as it is")
         file.seek(entry.start)
         while left:
-            nbytes = _read(file, buffer[:left], entry.file)
+            nbytes: int = file.readinto(buffer[:left])  # type: ignore[attr-defined]
             if not nbytes:
-                raise _mismatch(entry.file, f"its end {left} bytes early", "a file that stays as it is")
-            digest.update(buffer[:nbytes])
+                raise mismatch(entry.file, f"its end {left} bytes early", "a file that stays as it is")
+            yield buffer[:nbytes]
             left -= nbytes
-            count(nbytes)
-    return digest.hexdigest()
-
-
-def _read(file: BinaryIO, buffer: memoryview, path: Path) -> int:
-    try:
-        return int(file.readinto(buffer))  # type: ignore[attr-defined]
-    except OSError as error:
-        raise unreadable(path, error) from error

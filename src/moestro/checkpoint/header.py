@@ -13,16 +13,18 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from moestro.errors import InvalidInputError, MoestroError, invalid_input, unsupported
+from moestro.errors import InvalidInputError, invalid_input, unsupported
 
 OPEN = "open_checkpoint"
+WRITE = "write_file"
 DOWNLOAD_AGAIN = "Download or save the file again."
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
@@ -54,7 +56,9 @@ SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 METADATA = "__metadata__"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {dtype: rank for rank, dtype in enumerate(_NAMES)}
+_KNOWN = ", ".join(DTYPES)
 _LENGTH = struct.Struct("<Q")
+_START_BYTES = 64
 _MOST_BYTES = 2**63 - 1
 _MOST_DIMENSIONS = 64
 _OTHER_FILES = {
@@ -86,26 +90,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(TensorSpec):
     """A tensor in a file, as the header describes it.
 
     Attributes:
-        name: its name.
-        dtype, shape: what it holds.
+        name, dtype, shape: as in `TensorSpec`.
         file: where it lies.
         start, stop: its bytes, counted from the start of the file.
     """
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     file: Path
     start: int
-    stop: int
 
     @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
+    def stop(self) -> int:
+        return self.start + self.nbytes
 
     @property
     def is_aligned(self) -> bool:
@@ -123,28 +122,26 @@ def damaged(file: Path, got: str, needs: str, fix: str = DOWNLOAD_AGAIN) -> Inva
     return invalid_input(OPEN, got=f"{file}: {got}", needs=needs, fix=fix)
 
 
-def open_file(path: Path) -> BinaryIO:
-    """A regular file, open for reading; links are followed.
+def unreadable(path: Path, error: OSError) -> InvalidInputError:
+    """The error for what the system will not read."""
+    return damaged(path, f"{error.strerror or error}", "a file that can be read", "Check its permissions and its disk.")
 
-    Raises:
-        InvalidInputError: there is none, or it may not be read.
-    """
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading inside the block; links are followed. Errors of the system are said in words."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
             raise damaged(path, "a folder" if stat.S_ISDIR(mode) else "no regular file", "a file", "Name its files.")
-        return open(path, "rb")
+        with open(path, "rb") as file:
+            yield file
     except FileNotFoundError as error:
         if os.path.islink(path):
             raise damaged(path, f"a link to {os.readlink(path)}, which is not there", "the file") from error
         raise damaged(path, "no such file", "the file", "Check the path, or download the file.") from error
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> InvalidInputError:
-    """The error for what the system will not read."""
-    return damaged(path, f"{error.strerror or error}", "a file that can be read", "Check its permissions and its disk.")
 
 
 def identity(file: BinaryIO) -> tuple[int, int, int, int]:
@@ -155,16 +152,20 @@ def identity(file: BinaryIO) -> tuple[int, int, int, int]:
 
 def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """The order in which the safetensors library writes: by dtype, wide ones first, then by name."""
+    specs = list(specs)
+    for spec in specs:
+        if spec.dtype not in _NAMES:
+            raise unsupported(
+                WRITE,
+                got=f"tensor {shown(spec.name)} of {spec.dtype}",
+                needs=f"one of {_KNOWN}",
+                fix="Pass packed data as torch.uint8.",
+            )
     return sorted(specs, key=lambda spec: (_RANK[spec.dtype], spec.name))
 
 
 def render_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
-    """The first bytes of a file that holds these tensors, in the order given; a multiple of 8 bytes.
-
-    Raises:
-        InvalidInputError: names or metadata that no header can hold, or two tensors of one name.
-        UnsupportedError: a dtype that no header can hold.
-    """
+    """The first bytes of a file that holds these tensors, in the order given; a multiple of 8 bytes."""
     fields: dict[str, Any] = {}
     if metadata is not None:
         fields[METADATA] = dict(sorted(metadata.items()))
@@ -184,32 +185,35 @@ def render_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | Non
     return _LENGTH.pack(len(text)) + text
 
 
-def check_dtype(operation: str, spec: TensorSpec) -> None:
-    """Raise `UnsupportedError` unless a safetensors file can hold the dtype."""
-    if spec.dtype not in _NAMES:
-        raise unsupported(
-            operation,
-            got=f"tensor {shown(spec.name)} of {spec.dtype}",
-            needs=f"one of {', '.join(DTYPES)}",
-            fix="Pass packed data as torch.uint8.",
-        )
-
-
 def _unwritable(got: str) -> InvalidInputError:
     needs = f"unique names other than {METADATA!r}, in Unicode, and a header of at most {MAX_HEADER_BYTES} bytes"
-    return invalid_input("write_file", got=got, needs=needs, fix="Rename the tensors, or write several files.")
+    return invalid_input(WRITE, got=got, needs=needs, fix="Rename the tensors, or write several files.")
 
 
-def header_length(file: Path, start: bytes, size: int) -> int:
-    """The length that the first bytes of a file claim for its header, if that is possible.
+def read_header(path: Path, file: BinaryIO, size: int) -> tuple[Entry, ...]:
+    """The tensors of an open file of so many bytes, in the order of their bytes.
 
-    Args:
-        start: the first bytes, at least 8 of them where the file has as many.
-        size: of the whole file in bytes.
-
-    Raises:
-        InvalidInputError: no header of this length can be there.
+    Every byte must belong to one tensor, and each tensor have as many as its dtype and shape say.
     """
+    length = _header_length(path, file.read(_START_BYTES), size)
+    file.seek(_LENGTH.size)
+    text = file.read(length)
+    if text[:1] != b"{":
+        raise damaged(path, f"a header that starts with {text[:8]!r}", "a JSON object")
+    fields = parse_object(text, path, "a header")
+    metadata = fields.pop(METADATA, None)
+    named = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if not named and metadata is not None:
+        raise damaged(path, f"{METADATA} {shown(str(metadata))}", "texts by name")
+    begin = _LENGTH.size + len(text)
+    entries = [_entry(name, value, path, begin) for name, value in fields.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.stop, entry.name))
+    _check_cover(entries, path, begin, size)
+    return tuple(entries)
+
+
+def _header_length(file: Path, start: bytes, size: int) -> int:
+    """The length that the first bytes of a file claim for its header, if that is possible."""
     if not start:
         raise damaged(file, "an empty file", "a safetensors file")
     if len(start) < _LENGTH.size:
@@ -219,11 +223,10 @@ def header_length(file: Path, start: bytes, size: int) -> int:
         refuse_other_kinds(file, start)
         needs = f"a header of at most {MAX_HEADER_BYTES} bytes"
         raise damaged(file, f"a header of {length} bytes by its first 8 bytes, which is no safetensors file", needs)
-    if _LENGTH.size + length > size:
-        missing = _LENGTH.size + length - size
-        raise damaged(
-            file, f"{size} bytes, cut off in its header", f"the {missing} bytes of the header that are missing"
-        )
+    missing = _LENGTH.size + length - size
+    if missing > 0:
+        needs = f"the {missing} bytes of the header that are missing"
+        raise damaged(file, f"{size} bytes, cut off in its header", needs)
     return int(length)
 
 
@@ -231,126 +234,83 @@ def refuse_other_kinds(file: Path, start: bytes) -> None:
     """Raise if a file that cannot be read starts as one of the kinds that are often found in its place."""
     for magic, kind in _OTHER_FILES.items():
         if start.startswith(magic):
-            fix = (
-                "Run `git lfs pull`, or download the file." if "lfs" in kind else "Download or save the weights again."
-            )
+            fix = "Run `git lfs pull`, or download the file." if "lfs" in kind else DOWNLOAD_AGAIN
             raise damaged(file, kind, "a safetensors file", fix)
 
 
-def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys.
+def read_object(path: Path, what: str, fix: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
+    """The JSON object in a file; `what` it is and the `fix` are said in errors, which are those of `parse_object`."""
+    with reading(path) as file:
+        text = file.read()
+    if text[:1] != b"{":
+        refuse_other_kinds(path, text)
+    return parse_object(text, path, what, fix)
 
-    Raises:
-        InvalidInputError: anything else.
-    """
-    needs = "a JSON object in UTF-8, each key once"
+
+def parse_object(text: bytes, file: Path, what: str, fix: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
+    """A JSON object without duplicate keys; anything else is an error."""
+
+    def wrong(flaw: str) -> InvalidInputError:
+        return damaged(file, f"{what} {flaw}", "a JSON object in Unicode, each key once", fix)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            raise damaged(file, f"{what} with {shown(twice)} twice", needs)
+            raise wrong(f"with {shown(twice)} twice")
         return fields
 
     def no_constant(name: str) -> None:
-        raise damaged(file, f"{what} with {name}", "numbers that JSON knows")
+        raise wrong(f"with {name}, which is no number of JSON")
 
     try:
         found = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=no_constant)
+        if b"\\u" in text:  # an escape can spell half a character
+            json.dumps(found, ensure_ascii=False).encode()
     except InvalidInputError:
         raise
     except UnicodeDecodeError as error:
-        raise damaged(file, f"{what} that is not UTF-8 at byte {error.start}", needs) from error
+        raise wrong(f"that is not UTF-8 at byte {error.start}") from error
+    except UnicodeEncodeError as error:
+        raise wrong(f"that is not Unicode text: {error.object[error.start]!a}") from error
     except RecursionError as error:
-        raise damaged(file, f"{what} nested too deep", needs) from error
+        raise wrong("nested too deep") from error
     except ValueError as error:
-        raise damaged(file, f"{what} that is not JSON ({shown(str(error))})", needs) from error
+        raise wrong(f"that is not JSON ({shown(str(error))})") from error
     if not isinstance(found, dict):
-        raise damaged(file, f"{what} that is a JSON {type(found).__name__}", needs)
+        raise wrong(f"that is a JSON {type(found).__name__}")
     return found
-
-
-def parse_header(text: bytes, file: Path, size: int) -> tuple[Entry, ...]:
-    """The tensors of a file, in the order of their bytes.
-
-    Args:
-        text: the header, without its length.
-        size: of the whole file in bytes.
-
-    Raises:
-        InvalidInputError: the header is not one, or does not describe the bytes that follow it: every byte must belong
-            to one tensor, and each tensor have as many as its dtype and shape say.
-        UnsupportedError: a dtype of less than a byte.
-    """
-    if text[:1] != b"{":
-        raise damaged(file, f"a header that starts with {text[:8]!r}", "a JSON object")
-    fields = parse_object(text, file, "a header")
-    _check_metadata(fields.pop(METADATA, None), file)
-    begin = _LENGTH.size + len(text)
-    entries = [_entry(name, value, file, begin) for name, value in fields.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.stop, entry.name))
-    _check_cover(entries, file, begin, size)
-    return tuple(entries)
-
-
-def _check_metadata(metadata: Any, file: Path) -> None:
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(file, f"{METADATA} {shown(str(metadata))}", "texts by name")
-    if not _is_text("".join([*metadata, *metadata.values()])):
-        raise damaged(file, f"{METADATA} that is not Unicode text", "texts by name")
-
-
-def _is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it: JSON's escapes can spell halves of characters."""
-    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _entry(name: str, value: Any, file: Path, begin: int) -> Entry:
+    def wrong(got: str, needs: str) -> InvalidInputError:
+        return damaged(file, f"tensor {shown(name)} {got}", needs)
+
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise damaged(file, f"tensor {shown(name)} as {shown(str(value))}", "its dtype, shape and data_offsets")
-    if not _is_text(name):
-        raise damaged(file, f"a tensor's name {shown(name)}, which is not Unicode text", "names in Unicode")
-    dtype = _dtype(name, value["dtype"], file)
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        needs = f"a list of at most {_MOST_DIMENSIONS} integers, 0 or more each"
-        raise damaged(file, f"tensor {shown(name)} of shape {shown(str(shape))}", needs)
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged(
-            file, f"tensor {shown(name)} at data_offsets {shown(str(offsets))}", "[start, stop], start <= stop"
-        )
-    if math.prod(max(n, 1) for n in shape) * dtype.itemsize > _MOST_BYTES:
-        raise damaged(file, f"tensor {shown(name)} of shape {shown(str(shape))}", f"at most {_MOST_BYTES} bytes")
-    start, stop = offsets
-    nbytes = math.prod(shape) * dtype.itemsize
-    if stop - start != nbytes:
-        raise damaged(
-            file,
-            f"tensor {shown(name)}, {value['dtype']} of shape {shape}, in {stop - start} bytes",
-            f"the {nbytes} bytes of this dtype and shape",
-        )
-    return Entry(name, dtype, tuple(shape), file, begin + start, begin + stop)
-
-
-def _dtype(name: str, dtype: Any, file: Path) -> torch.dtype:
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else None
-    if found is None:
-        raise _no_such_dtype(name, dtype, file)
-    return found
-
-
-def _no_such_dtype(name: str, dtype: Any, file: Path) -> MoestroError:
-    known = ", ".join(DTYPES)
-    if dtype in SUB_BYTE:
-        return unsupported(
+        raise wrong(f"as {shown(str(value))}", "its dtype, shape and data_offsets")
+    kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if kind in SUB_BYTE:
+        raise unsupported(
             OPEN,
-            got=f"{file}: tensor {shown(name)} of {dtype}, less than a byte an item",
-            needs=f"one of {known}",
+            got=f"{file}: tensor {shown(name)} of {kind}, less than a byte an item",
+            needs=f"one of {_KNOWN}",
             fix="Save packed data as U8, as gpt-oss and moestro do.",
         )
-    return damaged(file, f"tensor {shown(name)} of dtype {shown(str(dtype))}", f"one of {known}")
+    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        raise wrong(f"of dtype {shown(str(kind))}", f"one of {_KNOWN}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        needs = f"a list of at most {_MOST_DIMENSIONS} integers, 0 or more each"
+        raise wrong(f"of shape {shown(str(shape))}", needs)
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong(f"at data_offsets {shown(str(offsets))}", "[start, stop], start <= stop")
+    if math.prod(max(n, 1) for n in shape) * dtype.itemsize > _MOST_BYTES:
+        raise wrong(f"of shape {shown(str(shape))}", f"at most {_MOST_BYTES} bytes")
+    entry = Entry(name, dtype, tuple(shape), file, begin + offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        got = f"as {kind} of shape {shape} in {offsets[1] - offsets[0]} bytes"
+        raise wrong(got, f"the {entry.nbytes} bytes of this dtype and shape")
+    return entry
 
 
 def _are_sizes(value: Any) -> bool:

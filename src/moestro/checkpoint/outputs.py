@@ -2,24 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor
 
-from moestro.checkpoint.header import TensorSpec
-from moestro.checkpoint.interleave import file_size
-from moestro.checkpoint.items import Copied, Item, Projection
+from moestro.checkpoint.header import TensorSpec, in_file_order, render_header
 from moestro.checkpoint.read import Checkpoint
-from moestro.checkpoint.scheme import Scheme
-from moestro.checkpoint.sources import ExpertSource
+from moestro.checkpoint.scheme import OPERATION, Scheme
 from moestro.checkpoint.write import plan_shards, shard_names
-from moestro.errors import InvalidInputError, invalid_input
-from moestro.formats import WeightFormat, check_shape
+from moestro.errors import invalid_input
+from moestro.formats import PackedTensor, StoredExperts, WeightFormat
+from moestro.formats.encode import Search
+from moestro.weights import quantized
 
-OPERATION = "quantize"
+CHUNK_BYTES = 16 * 2**20
+METADATA = {"format": "pt"}
+"""What Transformers asks of every file."""
 _SHOWN = 5
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSource:
+    """One projection of one layer's experts, as a checkpoint stores it.
+
+    Attributes:
+        target: the full name of its parameter in the Transformers model ("model.layers.0.mlp.experts.gate_up_proj").
+        stored: its experts in the logical layout [E, N, K], memory-mapped; rows of gate_up in the model's own order.
+        names: the tensors of the checkpoint that it is made of, which quantising replaces.
+    """
+
+    target: str
+    stored: StoredExperts
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A tensor that is copied byte for byte, or (`Projection`) several that are made and written together.
+
+    Attributes:
+        specs: of what is written.
+        reads: the tensors of the source that it is made of.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    reads: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    def pieces(self, checkpoint: Checkpoint, search: Search) -> Iterator[tuple[str, Tensor]]:
+        """Names and next rows of tensors, as `write_file` takes them; here a few MiB at a time."""
+        (name,) = self.reads
+        tensor = checkpoint.tensor(name)
+        if tensor.dim() and tensor.nbytes:
+            for rows in torch.split(tensor, max(1, CHUNK_BYTES * len(tensor) // tensor.nbytes)):
+                yield name, rows
+        else:
+            yield name, tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Projection(Item):
+    """The experts of one projection, and the format they get: a stack for each part of the format."""
+
+    source: ExpertSource
+    format: WeightFormat
+
+    @classmethod
+    def of(cls, source: ExpertSource, format: WeightFormat) -> Projection:
+        """What these experts become in this format."""
+        parts = format.parts(source.stored.shape)
+        specs = {
+            part: TensorSpec(f"{source.target}_{part}", dtypes[0], shape) for part, (dtypes, shape) in parts.items()
+        }
+        made = cls(tuple(specs.values()), source.names, source, format)
+        if made.kept:
+            first = source.stored.blocks(0)[0]
+            kept = (replace(spec, dtype=getattr(first, part).dtype) for part, spec in specs.items())
+            return replace(made, specs=tuple(kept))
+        return made
+
+    @property
+    def kept(self) -> bool:
+        """Whether the experts are packed in this very format already, so that no value is rounded again."""
+        return not self.format.is_dense and self.source.stored.format == self.format
+
+    @property
+    def joins(self) -> bool:
+        """Whether an expert's blocks of rows, one below the other, are one matrix of their format."""
+        *upper, _ = self.source.stored.blocks(0)
+        scaling = self.format.scaling
+        if not upper or scaling is None:
+            return True
+        return scaling.rows > 0 and not scaling.global_scales and all(b.shape[0] % scaling.rows == 0 for b in upper)
+
+    def pieces(self, checkpoint: Checkpoint, search: Search) -> Iterator[tuple[str, Tensor]]:
+        """An expert at a time, every part of it before the next."""
+        stored = self.source.stored
+        kept = (_joined(stored.blocks(e)) for e in range(stored.num_experts))
+        experts = kept if self.kept else quantized(stored, self.format, search, self.source.target)
+        for expert in experts:
+            for spec, part in zip(self.specs, expert.tensors, strict=True):
+                yield spec.name, part[None]
+
+
+def _joined(blocks: tuple[PackedTensor, ...]) -> PackedTensor:
+    """Blocks of rows, one below the other, as one matrix."""
+    if len(blocks) == 1:
+        return blocks[0]
+    parts = zip(blocks[0].format.names, zip(*(block.tensors for block in blocks), strict=True), strict=True)
+    return PackedTensor(format=blocks[0].format, **{name: torch.cat(tensors) for name, tensors in parts})
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,29 +125,22 @@ class Outputs:
 
     Attributes:
         shards: the items of each file, by its name, in the order in which they are written.
+        specs: the tensors of each file.
         sizes: bytes of each file.
     """
 
-    shards: Mapping[str, tuple[Item, ...]]
+    shards: Mapping[str, Sequence[Item]]
+    specs: Mapping[str, Sequence[TensorSpec]]
     sizes: Mapping[str, int]
 
     @property
-    def items(self) -> tuple[Item, ...]:
-        return tuple(item for items in self.shards.values() for item in items)
-
-    @property
     def projections(self) -> tuple[Projection, ...]:
-        return tuple(item for item in self.items if isinstance(item, Projection))
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor."""
-        return tuple(spec for item in self.items for spec in item.specs)
+        return tuple(item for items in self.shards.values() for item in items if isinstance(item, Projection))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(item.nbytes for item in self.items)
+        return sum(spec.nbytes for specs in self.specs.values() for spec in specs)
 
 
 def plan_outputs(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme: Scheme, shard_bytes: int) -> Outputs:
@@ -67,36 +157,25 @@ def plan_outputs(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme
             that is no use for experts that are packed already. Every such projection is named, not the first alone.
     """
     _check_overrides(checkpoint, experts, scheme)
-    projections = [Projection(source, scheme.format_of(source.target)) for source in experts]
+    projections = [Projection.of(source, scheme.format_of(source.target)) for source in experts]
     _check_shapes(projections)
     _check_sources(projections)
-    items = _in_source_order(checkpoint, projections)
-    _check_names(items)
-    by_name = {item.specs[0].name: item for item in items}
-    whole = [TensorSpec(name, torch.uint8, (item.nbytes,)) for name, item in by_name.items()]
-    groups = plan_shards(whole, shard_bytes)
-    shards = {
-        name: tuple(by_name[spec.name] for spec in group)
-        for name, group in zip(shard_names(len(groups)), groups, strict=True)
-    }
-    sizes = {name: file_size([s for item in items for s in item.specs]) for name, items in shards.items()}
-    return Outputs(shards, sizes)
+    groups = plan_shards(_in_source_order(checkpoint, projections), shard_bytes)
+    shards = dict(zip(shard_names(len(groups)), groups, strict=True))
+    specs = {name: [spec for item in items for spec in item.specs] for name, items in shards.items()}
+    headers = {name: len(render_header(in_file_order(found), METADATA)) for name, found in specs.items()}
+    sizes = {name: headers[name] + sum(spec.nbytes for spec in found) for name, found in specs.items()}
+    return Outputs(shards, specs, sizes)
 
 
-def _in_source_order(checkpoint: Checkpoint, projections: Iterable[Projection]) -> list[Item]:
+def _in_source_order(checkpoint: Checkpoint, projections: Sequence[Projection]) -> list[Item]:
     """Projections and copied tensors as the source's files have them, so that it is read from front to back."""
     place = {file: i for i, file in enumerate(checkpoint.files)}
     entries = {name: checkpoint.entry(name) for name in checkpoint.names}
-    where = {name: (place[entry.file], entry.start, name) for name, entry in entries.items()}
-    found: list[tuple[tuple[int, int, str], Item]] = []
-    for projection in projections:
-        names = projection.source.names
-        found.append((min(where[name] for name in names), projection))
-    replaced = {name for projection in projections for name in projection.source.names}
-    for name, entry in entries.items():
-        if name not in replaced:
-            found.append((where[name], Copied(TensorSpec(name, entry.dtype, entry.shape))))
-    return [item for _, item in sorted(found, key=lambda pair: pair[0])]
+    replaced = {name for projection in projections for name in projection.reads}
+    copied = (Item((TensorSpec(e.name, e.dtype, e.shape),), (e.name,)) for e in entries.values())
+    items: list[Item] = [*projections, *(item for item in copied if item.reads[0] not in replaced)]
+    return sorted(items, key=lambda item: min((place[entries[n].file], entries[n].start, n) for n in item.reads))
 
 
 def _check_overrides(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme: Scheme) -> None:
@@ -130,19 +209,13 @@ def _check_shapes(projections: Iterable[Projection]) -> None:
     alike: dict[tuple[WeightFormat, int, int], list[str]] = {}
     for projection in projections:
         _, n, k = projection.source.stored.shape
-        alike.setdefault((projection.format, n, k), []).append(projection.source.target)
-    problems, needs = [], []
-    for (weight_format, n, k), targets in alike.items():
-        try:
-            check_shape(weight_format, n, k, OPERATION)
-        except InvalidInputError as error:
-            problems.append(f"{_some(targets)} [{n}, {k}] for {weight_format.name}")
-            needs.append(str(error).partition("; needs ")[2].partition(". ")[0])
-    if problems:
+        if k % projection.format.row_unit:
+            alike.setdefault((projection.format, n, k), []).append(projection.source.target)
+    if alike:
         raise invalid_input(
             OPERATION,
-            got="; ".join(problems),
-            needs="; ".join(dict.fromkeys(needs)),
+            got="; ".join(f"{_some(targets)} [{n}, {k}] for {form.name}" for (form, n, k), targets in alike.items()),
+            needs="; ".join(dict.fromkeys(f"rows of a multiple of {form.row_unit} weights" for form, _, _ in alike)),
             fix="Pick another format, or leave these as they are with --override NAME=bfloat16.",
         )
 
@@ -171,16 +244,3 @@ def _check_sources(projections: Iterable[Projection]) -> None:
             needs="matrices whose blocks of scales are not cut where they meet, to keep them in the same format",
             fix="Pick bfloat16, or a format of fewer bits, for these.",
         )
-
-
-def _check_names(items: Iterable[Item]) -> None:
-    seen: set[str] = set()
-    for spec in (spec for item in items for spec in item.specs):
-        if spec.name in seen:
-            raise invalid_input(
-                OPERATION,
-                got=f"a source that has a tensor {spec.name} already",
-                needs="that name for the quantised experts",
-                fix="Rename the tensor, which no published model has.",
-            )
-        seen.add(spec.name)

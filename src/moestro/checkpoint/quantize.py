@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from moestro.checkpoint.checksums import CHECKSUMS, write_checksums
-from moestro.checkpoint.interleave import write_interleaved
-from moestro.checkpoint.items import Item
-from moestro.checkpoint.outputs import OPERATION, Outputs, plan_outputs
-from moestro.checkpoint.read import Checkpoint
-from moestro.checkpoint.replace import PARTIAL, replace_text, replacing
-from moestro.checkpoint.resume import (
-    RECORD,
-    PartialFolder,
-    Record,
-    followed,
-    is_complete,
-    open_partial,
-)
-from moestro.checkpoint.scheme import MARK, METHOD, Scheme
-from moestro.checkpoint.sources import ExpertSource
-from moestro.checkpoint.write import write_index
-from moestro.errors import InvalidInputError, invalid_input
+from moestro.checkpoint.header import read_object
+from moestro.checkpoint.outputs import METADATA, ExpertSource, Item, Outputs, plan_outputs
+from moestro.checkpoint.read import Checkpoint, open_checkpoint
+from moestro.checkpoint.resume import RECORD, Record, commit, followed, is_complete, open_partial
+from moestro.checkpoint.scheme import MARK, METHOD, OPERATION, Scheme
+from moestro.checkpoint.write import PARTIAL, explained, replace_text, replacing, write_file, write_index
+from moestro.errors import invalid_input
 
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
@@ -141,51 +132,40 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
     record = _record(job, outputs, config)
     if is_complete(job.destination, record):
         return _report(job, outputs, len(outputs.shards), start, complete_before=True)
-    with open_partial(job.destination, record) as partial:
-        resumed = len(partial.finished)
-        _check_space(job, outputs, partial)
+    with open_partial(job.destination, record) as (partial, finished):
+        _check_space(job, outputs, partial, finished)
         job.checkpoint.verify()
-        partial.begin()
-        _write_shards(job, outputs, partial, on_progress or (lambda progress: None))
-        _write_rest(job, outputs, partial, config)
-        partial.commit()
-    return _report(job, outputs, resumed, start)
+        replace_text(partial / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        _write(job, outputs, partial, finished, on_progress or (lambda progress: None))
+        replace_text(partial / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        commit(partial, job.destination)
+    return _report(job, outputs, len(finished), start)
 
 
 def _check_destination(job: Job) -> None:
     source, destination = job.folder.resolve(), job.destination.resolve()
-    for inner, outer, how in ((destination, source, "in"), (source, destination, "around")):
-        if inner == outer or inner.is_relative_to(outer):
-            where = "is" if inner == outer else f"lies {how}"
+    there = destination.exists()
+    flaws = {
+        f"which is the source {source}": destination == source,
+        f"which lies in the source {source}": destination.is_relative_to(source),
+        f"which lies around the source {source}": source.is_relative_to(destination),
+        "a file": there and not destination.is_dir(),
+        "the working folder": there and os.path.samefile(destination, os.curdir),
+        "where a disk is mounted": os.path.ismount(destination),
+    }
+    for flaw, found in flaws.items():
+        if found:
             raise invalid_input(
                 OPERATION,
-                got=f"destination {destination}, which {where} the source {source}",
-                needs="a folder beside the source",
-                fix="Name another folder; the source stays as it is.",
+                got=f"destination {destination}, {flaw}",
+                needs="a folder beside the source that another can take the place of, once that is complete",
+                fix="Name another folder.",
             )
-    if job.destination.exists() and not job.destination.is_dir():
-        raise invalid_input(
-            OPERATION, got=f"destination {job.destination}, a file", needs="a folder", fix="Name another."
-        )
-    working = destination.exists() and os.path.samefile(destination, os.curdir)
-    if working or os.path.ismount(destination):
-        raise invalid_input(
-            OPERATION,
-            got=f"destination {destination}, {'the working folder' if working else 'where a disk is mounted'}",
-            needs="a folder that another can take the place of, once that is complete",
-            fix="Name a folder in it.",
-        )
 
 
 def _config(job: Job) -> dict[str, Any]:
     """The config.json of the result."""
-    path = job.folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _no_config(path, str(error)) from None
-    if not isinstance(config, dict):
-        raise _no_config(path, "it holds no JSON object")
+    config = read_object(job.folder / CONFIG, "a model's configuration")
     before = None
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -194,21 +174,6 @@ def _config(job: Job) -> dict[str, Any]:
         before = before.get("rest")
     scheme = job.scheme.settled(source.target for source in job.experts)
     return {**config, **MARK, "quantization_config": scheme.as_config(before)}
-
-
-def _decided(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the source and the options say of a config.json, without what moestro marks every result with."""
-    own = {key: value for key, value in config["quantization_config"].items() if key != "version"}
-    return {key: value for key, value in config.items() if key not in MARK} | {"quantization_config": own}
-
-
-def _no_config(path: Path, reason: str) -> InvalidInputError:
-    return invalid_input(
-        OPERATION,
-        got=f"{path}, unreadable ({reason})",
-        needs="a model's configuration",
-        fix="Download the model again.",
-    )
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -246,11 +211,9 @@ def _check_inside(folder: Path, path: Path) -> None:
 
 def _record(job: Job, outputs: Outputs, config: Mapping[str, Any]) -> Record:
     """What the result depends on, as plain values: two jobs with equal records make the same bytes."""
-    tensors = [[name, [[s.name, str(s.dtype), list(s.shape)] for s in item.specs]] for name, item in _placed(outputs)]
-    entries = [job.checkpoint.entry(name) for name in job.checkpoint.names]
-    headers = [[e.name, str(e.dtype), list(e.shape), e.file.name, e.start] for e in entries]
+    tensors = [[file, [[s.name, str(s.dtype), list(s.shape)] for s in specs]] for file, specs in outputs.specs.items()]
     return {
-        "version": 1,
+        "version": 2,
         "format": job.scheme.format,
         "search": job.scheme.search,
         "overrides": [list(pair) for pair in job.scheme.overrides.items()],
@@ -258,14 +221,10 @@ def _record(job: Job, outputs: Outputs, config: Mapping[str, Any]) -> Record:
         "shard size": job.shard_bytes,
         "source": {path.name: _identity(path) for path in job.checkpoint.files},
         "files": {str(path): _identity(job.folder / path) for path in other_files(job.folder)},
-        "configuration": _hash(_decided(config)),
-        "tensors": _hash([headers, tensors]),
+        "configuration": _hash(config),
+        "tensors": _hash(tensors),
         "shards": dict(outputs.sizes),
     }
-
-
-def _placed(outputs: Outputs) -> Iterator[tuple[str, Item]]:
-    return ((name, item) for name, items in outputs.shards.items() for item in items)
 
 
 def _identity(path: Path) -> list[int]:
@@ -278,68 +237,64 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _check_space(job: Job, outputs: Outputs, partial: PartialFolder) -> None:
-    missing = sum(size for name, size in outputs.sizes.items() if name not in partial.finished)
+def _check_space(job: Job, outputs: Outputs, partial: Path, finished: Container[str]) -> None:
+    missing = sum(size for name, size in outputs.sizes.items() if name not in finished)
     missing += sum((job.folder / path).stat().st_size for path in other_files(job.folder))
-    free = shutil.disk_usage(partial.path).free
+    free = shutil.disk_usage(partial).free
     if free < missing:
         raise invalid_input(
             OPERATION,
-            got=f"{free / 1e9:.2f} GB ({free} bytes) free where {partial.path} lies",
+            got=f"{free / 1e9:.2f} GB ({free} bytes) free where {partial} lies",
             needs=f"{missing / 1e9:.2f} GB ({missing} bytes) for what is still to be written",
             fix="Free the space, or name a folder on another disk.",
         )
 
 
-def _write_shards(job: Job, outputs: Outputs, partial: PartialFolder, on_progress: OnProgress) -> None:
-    done = [item for name in partial.finished for item in outputs.shards[name]]
-    written, total, number = sum(item.nbytes for item in done), outputs.nbytes, len(outputs.shards)
-    on_progress(Progress(written, total, "", len(partial.finished), number))
+def _write(job: Job, outputs: Outputs, partial: Path, finished: Collection[str], on_progress: OnProgress) -> None:
+    """Everything but the configuration: the shards that are not finished, and all else, which is small, every time."""
+    specs, total, number = outputs.specs, outputs.nbytes, len(outputs.shards)
+    written = sum(spec.nbytes for name in finished for spec in specs[name])
+    on_progress(Progress(written, total, "", len(finished), number))
 
     def pieces(items: Sequence[Item], shard: int) -> Iterator[tuple[str, Tensor]]:
         nonlocal written
         for item in items:
             for name, piece in item.pieces(job.checkpoint, job.scheme.search):
                 yield name, piece
-                written += piece.numel() * piece.element_size()
+                written += piece.nbytes
                 on_progress(Progress(written, total, name, shard, number))
             for name in item.reads:
                 job.checkpoint.release(name)
 
+    before = [partial / name for name in finished]
+    sums = open_checkpoint(before).checksums() if before and job.checksums else {}
     for i, (name, items) in enumerate(outputs.shards.items(), 1):
-        if name not in partial.finished:
-            specs = [spec for item in items for spec in item.specs]
-            partial.finish(name, write_interleaved(partial.path / name, specs, pieces(items, i)))
-
-
-def _write_rest(job: Job, outputs: Outputs, partial: PartialFolder, config: Mapping[str, Any]) -> None:
-    """Everything but the shards; all of it again on every run, since it is small."""
-    shards = {name: [s for item in items for s in item.specs] for name, items in outputs.shards.items()}
-    if len(shards) > 1:
-        write_index(partial.path, shards)
+        if name not in finished:
+            sums[name] = write_file(partial / name, specs[name], pieces(items, i), METADATA)
+    if number > 1:
+        write_index(partial, specs)
     if job.checksums:
-        write_checksums(partial.path, partial.finished)
+        write_checksums(partial, sums)
     for path in other_files(job.folder):
-        target = partial.path / path
+        target = partial / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (job.folder / path).open("rb") as file, replacing(target) as copy:
+        with (job.folder / path).open("rb") as file, replacing(target) as copy, explained(target):
             shutil.copyfileobj(file, copy)
-    replace_text(partial.path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _report(job: Job, outputs: Outputs, resumed: int, start: float, complete_before: bool = False) -> Report:
     projections = outputs.projections
     stored = [p.source.stored for p in projections]
-    after = sum(spec.nbytes for p in projections for spec in p.specs)
-    weights = sum(s.shape[0] * s.shape[1] * s.shape[2] for s in stored)
+    after = sum(p.nbytes for p in projections)
+    weights = sum(math.prod(s.shape) for s in stored)
     return Report(
         destination=job.destination,
         complete_before=complete_before,
         num_shards=len(outputs.shards),
         num_resumed=resumed,
-        num_tensors=len(outputs.specs),
+        num_tensors=sum(map(len, outputs.specs.values())),
         formats=dict(sorted(Counter(p.format.name for p in projections).items())),
-        bytes_before=sum(job.checkpoint.entry(name).nbytes for name in job.checkpoint.names),
+        bytes_before=job.checkpoint.nbytes,
         bytes_after=outputs.nbytes,
         expert_bytes_before=sum(s.nbytes for s in stored),
         expert_bytes_after=after,

@@ -6,7 +6,7 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,19 +14,16 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from moestro.checkpoint.checksums import Progress, compare, compare_names, digests, missing_file, read_checksums
+from moestro.checkpoint.checksums import CHECKSUMS, Progress, compare_names, digests, mismatch, read_checksums
 from moestro.checkpoint.header import (
     DOWNLOAD_AGAIN,
-    MAX_HEADER_BYTES,
     OPEN,
     Entry,
     damaged,
-    header_length,
     identity,
-    open_file,
-    parse_header,
-    parse_object,
-    refuse_other_kinds,
+    read_header,
+    read_object,
+    reading,
     shown,
     unreadable,
 )
@@ -37,7 +34,6 @@ from moestro.errors import InvalidInputError, invalid_input
 # flag from 3.13 on; the number is that of Linux on x86 and ARM.
 _IS_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _IS_KNOWN else 0)
-_START_BYTES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +148,7 @@ class Checkpoint:
             InvalidInputError: a file changed after it was opened, or cannot be read.
         """
         sums: dict[str, dict[str, str]] = {path.name: {} for path in self.files}
-        for entry, found in digests(self._in_order(), self._identities(), on_progress):
+        for entry, found in self._digests(on_progress):
             sums[entry.file.name][entry.name] = found
         return sums
 
@@ -175,18 +171,21 @@ class Checkpoint:
         if not sums:
             return False
         if self._is_folder and (missing := sums[self.location].keys() - {path.name for path in self.files}):
-            raise missing_file(self.location, min(missing))
+            path = self.location / min(missing)
+            raise mismatch(path, f"checksums of a file that the checkpoint in {self.location} does not have", "it")
         for file in self._files.values():
             compare_names(file.path, file.entries, sums.get(file.path.parent, {}))
-        for entry, found in digests(self._in_order(), self._identities(), on_progress):
-            compare(entry, found, sums[entry.file.parent][entry.file.name][entry.name])
+        for entry, found in self._digests(on_progress):
+            expected = sums[entry.file.parent][entry.file.name][entry.name]
+            if found != expected:
+                got = f"tensor {shown(entry.name)} with SHA-256 {found}"
+                raise mismatch(entry.file, got, f"{expected}, as {CHECKSUMS} says")
         return True
 
-    def _in_order(self) -> list[Entry]:
-        return [entry for file in self._files.values() for entry in file.entries]
-
-    def _identities(self) -> dict[Path, tuple[int, int, int, int]]:
-        return {path: file.identity for path, file in self._files.items()}
+    def _digests(self, on_progress: Progress | None) -> Iterator[tuple[Entry, str]]:
+        files = self._files.values()
+        entries = [entry for file in files for entry in file.entries]
+        return digests(entries, {file.path: file.identity for file in files}, on_progress)
 
 
 def open_checkpoint(source: Path | str | Sequence[Path | str]) -> Checkpoint:
@@ -201,15 +200,13 @@ def open_checkpoint(source: Path | str | Sequence[Path | str]) -> Checkpoint:
             tensor in two files. The error names the file, and the tensor where it is about one.
         UnsupportedError: a tensor of a dtype of less than a byte.
     """
-    is_one = isinstance(source, str | Path)
-    folder = Path(source) if is_one and os.path.isdir(source) else None  # type: ignore[arg-type]
-    weight_map: dict[str, str] | None = None
-    if folder is not None:
-        paths, weight_map = _files_of(folder)
-    else:
-        paths = [Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source]
+    paths = [Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source]
     if not paths:
         raise invalid_input(OPEN, got="no files", needs="a folder, or at least one file", fix="Name the checkpoint.")
+    folder = paths[0] if isinstance(source, str | Path) and os.path.isdir(paths[0]) else None
+    weight_map = None
+    if folder is not None:
+        paths, weight_map = _files_of(folder)
     files = [_open(path) for path in paths]
     entries: dict[str, Entry] = {}
     for file in files:
@@ -224,16 +221,10 @@ def open_checkpoint(source: Path | str | Sequence[Path | str]) -> Checkpoint:
 
 
 def _open(path: Path) -> _File:
-    with open_file(path) as file:
+    with reading(path) as file:
         identified = identity(file)
         size = identified[2]
-        try:
-            length = header_length(path, file.read(_START_BYTES), size)
-            file.seek(8)
-            entries = parse_header(file.read(length), path, size)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        return _File(path, entries, identified, _mapped(path, file, size))
+        return _File(path, read_header(path, file, size), identified, _mapped(path, file, size))
 
 
 def _mapped(path: Path, file: BinaryIO, size: int) -> mmap.mmap:
@@ -278,16 +269,7 @@ def _no_checkpoint(folder: Path, names: set[str]) -> InvalidInputError:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    with open_file(path) as file:
-        try:
-            text = file.read(MAX_HEADER_BYTES + 1)
-        except OSError as error:
-            raise unreadable(path, error) from error
-    if len(text) > MAX_HEADER_BYTES:
-        raise damaged(path, "an index of more bytes than that", f"at most {MAX_HEADER_BYTES} bytes")
-    if text[:1] != b"{":
-        refuse_other_kinds(path, text)
-    weight_map = parse_object(text, path, "an index").get("weight_map")
+    weight_map = read_object(path, "an index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(path, f"weight_map {shown(str(weight_map))}", "a file's name for each tensor")
     for name, shard in weight_map.items():

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
-from moestro.errors import InvalidInputError, invalid_input
+from moestro.errors import invalid_input
 from moestro.formats import WeightFormat, find_format
 from moestro.formats.encode import Search
 
 SEARCHES = get_args(Search)
+
+OPERATION = "quantize"
 
 METHOD = "moestro"
 """What Transformers knows the experts implementation and the quantisation by."""
@@ -50,7 +52,7 @@ class Scheme:
             find_format(name)
         if self.search not in SEARCHES:
             raise invalid_input(
-                "quantize",
+                OPERATION,
                 got=f"search {self.search!r}",
                 needs=" or ".join(SEARCHES),
                 fix="mse takes longer, and errs less.",
@@ -100,13 +102,12 @@ def check_keys(config: Mapping[str, Any], operation: str) -> None:
         InvalidInputError: unknown keys, or another version than those until now.
     """
     version = config.get("version", VERSION)
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise _unknown(operation, f"version {version!r}", f"version {VERSION}, or none")
     unknown = sorted(str(key) for key in config if key not in KEYS)
-    if unknown:
-        raise _unknown(operation, ", ".join(unknown), f"no other keys than {', '.join(sorted(KEYS))}")
-
-
-def _unknown(operation: str, got: str, needs: str) -> InvalidInputError:
-    fix = "Update moestro, or correct config.json."
-    return invalid_input(operation, got=f"a quantization_config of moestro with {got}", needs=needs, fix=fix)
+    known = type(version) is int and 1 <= version <= VERSION
+    if unknown or not known:
+        raise invalid_input(
+            operation,
+            got=f"a quantization_config of moestro with {', '.join(unknown) if known else f'version {version!r}'}",
+            needs=f"no other keys than {', '.join(sorted(KEYS))}" if known else f"version {VERSION}, or none",
+            fix="Update moestro, or correct config.json.",
+        )

@@ -1,31 +1,100 @@
-"""Write safetensors files as their tensors come, plan which tensors share a file, and list them."""
+"""Write safetensors files as the pieces of their tensors come, plan which tensors share a file, and list them.
+
+Every file appears under its name whole, or not at all.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moestro.checkpoint.header import TensorSpec, check_dtype, in_file_order, render_header, shown
-from moestro.checkpoint.replace import WRITE, Output, replace_text, replacing
+from moestro.checkpoint.header import WRITE, TensorSpec, in_file_order, render_header, shown
 from moestro.errors import InvalidInputError, invalid_input
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PARTIAL = ".partial"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes its name only when the block ends: on disk by then, its folder's entry too.
+
+    Until then it is ``path + ".partial"``. If the block raises, that is removed, and what had the name keeps it; if the
+    process is killed, it stays, and the next one to write the file overwrites it. What the block writes itself, it
+    writes inside `explained`, which raises the errors.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    with explained(path):
+        file = open(partial, "wb", opener=_open_no_link)  # noqa: SIM115 (closed below, where closing can fail too)
+    try:
+        try:
+            yield file
+            with explained(path):
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with explained(path):
+                file.close()
+        with explained(path):
+            os.replace(partial, path)
+            sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file, but not what a link of its name leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def replace_text(path: Path, text: str) -> Path:
+    """Write a small text file in UTF-8, whole or not at all; returns its path. Errors as for `replacing`."""
+    with replacing(path) as file, explained(path):
+        file.write(text.encode())
+    return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Errors of the system inside the block, as moestro's own."""
+    try:
+        yield
+    except OSError as error:
+        raise invalid_input(
+            WRITE,
+            got=f"{path}: {error.strerror or error}",
+            needs="a folder that can be written to, with space for the file",
+            fix="Free space on the disk, or write elsewhere; nothing was left under the file's name.",
+        ) from error
 
 
 def write_file(
     path: Path,
     tensors: Sequence[TensorSpec],
-    produce: Callable[[TensorSpec], Iterable[Tensor]],
+    pieces: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Write one safetensors file, a piece of a tensor at a time; the same bytes as the safetensors library writes.
+    """Write one safetensors file as the pieces of its tensors come; the same bytes as the safetensors library writes.
 
     The file is ``path + ".partial"`` until it is complete and on disk; then it takes its name, in place of a file that
     has it. The next piece is made while the last one is hashed, so that two are in memory.
@@ -33,8 +102,8 @@ def write_file(
     Args:
         path: the file's name.
         tensors: what it will hold, in any order; it is laid out by dtype, wide ones first, then by name.
-        produce: called for each tensor in that order; the pieces of the tensor along its first dimension, one after the
-            other, on any device. A tensor without items needs none.
+        pieces: a tensor's name and its next rows, along its first dimension, on any device. The pieces of one tensor
+            come in order; those of others may lie between them. A tensor without items needs none.
         metadata: texts for the header; Transformers wants {"format": "pt"}. Written sorted; the library's own order
             changes from run to run.
 
@@ -42,50 +111,57 @@ def write_file(
         SHA-256 of each tensor's bytes, by name, in hexadecimal: for `write_checksums`.
 
     Raises:
-        InvalidInputError: two tensors of one name, pieces of another dtype or shape than announced, or the system does
-            not let the file be written (no folder, no permission, no space). No file is left under either name.
+        InvalidInputError: two tensors of one name, pieces of another name, dtype or shape than announced, or the system
+            does not let the file be written (no folder, no permission, no space). No file is left under either name.
         UnsupportedError: a dtype that safetensors files cannot hold.
     """
-    for spec in tensors:
-        check_dtype(WRITE, spec)
     ordered = in_file_order(tensors)
     header = render_header(ordered, metadata)
-    with replacing(path) as file, ThreadPoolExecutor(1, "moestro-sha256") as hasher:
-        file.write(header)
-        return {spec.name: _write_tensor(file, spec, produce(spec), hasher) for spec in ordered}
-
-
-def _write_tensor(file: Output, spec: TensorSpec, pieces: Iterable[Tensor], hasher: ThreadPoolExecutor) -> str:
-    digest = hashlib.sha256()
+    specs, begin, stop = {spec.name: spec for spec in ordered}, {}, len(header)
+    for name, spec in specs.items():
+        begin[name], stop = stop, stop + spec.nbytes
+    done = dict.fromkeys(specs, 0)
+    sums = {name: hashlib.sha256() for name in specs}
     hashing: Future[None] | None = None
-    done = 0
-    for piece in pieces:
-        done += _checked(spec, piece, done)
-        data = bytes_of(piece)
+    with replacing(path) as file, ThreadPoolExecutor(1, "moestro-sha256") as hasher:
+        with explained(path):
+            file.write(header)
+        for name, piece in pieces:
+            if name not in specs:
+                needs = "pieces of the tensors that were announced"
+                raise invalid_input(WRITE, got=f"a piece of tensor {shown(name)}", needs=needs, fix="Announce it too.")
+            data = _checked(specs[name], piece, done[name])
+            if hashing is not None:
+                hashing.result()
+            hashing = hasher.submit(sums[name].update, data)
+            with explained(path):
+                file.seek(begin[name] + done[name])
+                file.write(data)
+            done[name] += len(data)
+        for name, spec in specs.items():
+            if done[name] != spec.nbytes:
+                raise _wrong(spec, f"{done[name]} bytes", f"{spec.nbytes} bytes")
         if hashing is not None:
             hashing.result()
-        hashing = hasher.submit(digest.update, data)
-        file.write(data)
-    if done != spec.nbytes:
-        raise _wrong(spec, f"{done} bytes", f"{spec.nbytes} bytes")
-    if hashing is not None:
-        hashing.result()
-    return digest.hexdigest()
+    return {name: found.hexdigest() for name, found in sums.items()}
 
 
-def _checked(spec: TensorSpec, piece: Tensor, done: int) -> int:
-    """Bytes of a piece that fits into what is left of the tensor."""
+def _checked(spec: TensorSpec, piece: Tensor, done: int) -> memoryview:
+    """The bytes of a piece that fits into what is left of the tensor, as a file holds them.
+
+    A copy only where the piece is not contiguous or not on the CPU.
+    """
     if piece.dtype != spec.dtype:
         raise _wrong(spec, f"a piece of {piece.dtype}", f"{spec.dtype}")
     if piece.dim() != len(spec.shape) or piece.shape[1:] != spec.shape[1:]:
-        got, rest = list(piece.shape), ", ".join(map(str, spec.shape[1:]))
-        raise _wrong(
-            spec, f"a piece of shape {got}", f"pieces of shape [n, {rest}]" if rest else f"{len(spec.shape)}D ones"
-        )
-    nbytes = piece.numel() * piece.element_size()
-    if done + nbytes > spec.nbytes:
-        raise _wrong(spec, f"{done + nbytes} bytes or more", f"{spec.nbytes} bytes")
-    return nbytes
+        rest = ", ".join(map(str, spec.shape[1:]))
+        needs = f"pieces of shape [n, {rest}]" if rest else f"{len(spec.shape)}D ones"
+        raise _wrong(spec, f"a piece of shape {list(piece.shape)}", needs)
+    plain = piece.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().data
+    if done + len(data) > spec.nbytes:
+        raise _wrong(spec, f"{done + len(data)} bytes or more", f"{spec.nbytes} bytes")
+    return data
 
 
 def _wrong(spec: TensorSpec, got: str, needs: str) -> InvalidInputError:
@@ -97,16 +173,18 @@ def _wrong(spec: TensorSpec, got: str, needs: str) -> InvalidInputError:
     )
 
 
-def bytes_of(piece: Tensor) -> memoryview:
-    """The bytes of a tensor as a file holds them; a copy only where the tensor is not contiguous or not on the CPU."""
-    plain = piece.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
-def plan_shards(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+_T = TypeVar("_T", bound=_Sized)
+
+
+def plan_shards(specs: Sequence[_T], max_bytes: int) -> list[list[_T]]:
     """Which tensors share a file: in the order given, each file as full as `max_bytes` of tensors allow.
 
-    A tensor larger than that gets a file of its own.
+    A tensor larger than that gets a file of its own. Anything else that has `nbytes` is planned in the same way.
 
     Raises:
         InvalidInputError: `max_bytes` below 1.
@@ -115,7 +193,7 @@ def plan_shards(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[Tensor
         raise invalid_input(
             "plan_shards", got=f"max_bytes={max_bytes}", needs="at least 1", fix="5 * 10**9 is what hubs are used to."
         )
-    shards: list[list[TensorSpec]] = []
+    shards: list[list[_T]] = []
     free = 0
     for spec in specs:
         if not shards or spec.nbytes > free:

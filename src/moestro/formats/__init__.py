@@ -2,15 +2,11 @@
 
 from moestro.formats.base import PackedTensor, Scaling, SplitTensor, StoredExperts, WeightFormat
 from moestro.formats.decode import INTEGERS, dequantize, floats, integers
-from moestro.formats.dense import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dense
+from moestro.formats.dense import dense
 from moestro.formats.encode import check_shape, quantize
 from moestro.formats.registry import FORMATS, find_format, is_registered
 
 __all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "FLOAT32",
-    "FLOAT64",
     "FORMATS",
     "INTEGERS",
     "PackedTensor",

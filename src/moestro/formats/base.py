@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
+from moestro.types import unchecked
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,65 @@ class WeightFormat:
         """Whether the data is an ordinary floating-point tensor."""
         return self.scaling is None
 
+    @property
+    def row_unit(self) -> int:
+        """What the length of a row is a multiple of: groups, and bytes, are not cut off."""
+        group = self.scaling.columns if self.scaling is not None and self.scaling.rows == 1 else 0
+        return group or self.per_item
+
+    def parts(self, shape: Sequence[int]) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+        """The tensors that store weights [N, K] or [E, N, K]: by field of `PackedTensor`, the dtypes and the shape.
+
+        Of several dtypes, which are those that are read, the first is the one that `quantize` writes.
+        """
+        *lead, n, k = shape
+        found: dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {}
+        found["data"] = ((self.storage,), (*lead, n, k // self.per_item))
+        scaling = self.scaling
+        if scaling is not None:
+            grid = (*lead, *scaling.blocks(n, k))
+            found["scales"] = (scaling.dtypes, grid)
+            if scaling.zeros:
+                found["zeros"] = ((torch.uint8,), grid)
+            if scaling.global_scales:
+                found["global_scales"] = ((torch.float32,), tuple(lead))
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields of `PackedTensor` that the format fills."""
+        return tuple(self.parts((0, 0)))
+
+
+class _Stored:
+    """What follows from the shape and the tensors of stored weights."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    @property
+    def num_experts(self) -> int:
+        """E, of stacked and of unstacked experts."""
+        return self.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """K, what a product sums over."""
+        return self.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, scales included."""
+        return sum(t.nbytes for t in self.tensors)
+
 
 @dataclass(frozen=True, eq=False)
-class PackedTensor:
+class PackedTensor(_Stored):
     """Weights as stored: the data, what goes with it, and the format that says how to read both.
 
     A stack of experts [E, N, K], or one matrix [N, K]; K is the dimension that a product sums over. Sizes below are
@@ -94,29 +152,20 @@ class PackedTensor:
                 needs=f"{self.format.storage} data of shape [num_experts, rows, columns], or [rows, columns]",
                 fix="Stack the experts along dimension 0 and name the format the data is stored in.",
             )
-        scaling = self.format.scaling
-        lead = self.data.shape[:-2]
-        n, k = self.shape[-2:]
-        if scaling is not None and scaling.rows == 1 and scaling.columns and k % scaling.columns:
+        if self.num_columns % self.format.row_unit:
             raise invalid_input(
                 "PackedTensor",
-                got=f"rows of {k} weights for format {self.format.name}",
-                needs=f"rows whose length is a multiple of its group, {scaling.columns}",
+                got=f"rows of {self.num_columns} weights for format {self.format.name}",
+                needs=f"rows whose length is a multiple of its group, {self.format.row_unit}",
                 fix="Pad the columns with zeros, or name a format whose groups divide them.",
             )
-        grid = None if scaling is None else (*lead, *scaling.blocks(n, k))
-        has_zeros = scaling is not None and scaling.zeros
-        has_global = scaling is not None and scaling.global_scales
-        self._check("scales", self.scales, grid, () if scaling is None else scaling.dtypes)
-        self._check("zeros", self.zeros, grid if has_zeros else None, (torch.uint8,))
-        self._check("global_scales", self.global_scales, tuple(lead) if has_global else None, (torch.float32,))
-
-    def _check(
-        self, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]
-    ) -> None:
-        if tensor is None and shape is None:
-            return
-        if tensor is None or shape is None or tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        parts = self.format.parts(self.shape)
+        for name in ("scales", "zeros", "global_scales"):
+            tensor = getattr(self, name)
+            dtypes, shape = parts.get(name, ((), None))
+            found = None if tensor is None else tuple(tensor.shape)
+            if found == shape and (tensor is None or tensor.dtype in dtypes):
+                continue
             got = f"no {name}" if tensor is None else f"{name} {list(tensor.shape)} of {tensor.dtype}"
             needs = f"no {name}" if shape is None else f"{list(shape)} of {' or '.join(map(str, dtypes))}"
             raise invalid_input(
@@ -132,24 +181,9 @@ class PackedTensor:
         return (*self.data.shape[:-1], self.data.shape[-1] * self.format.per_item)
 
     @property
-    def num_experts(self) -> int:
-        """E of a stack."""
-        return self.data.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        """K, what a product sums over."""
-        return self.data.shape[-1] * self.format.per_item
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor it is made of: data, scales, zeros, global_scales."""
-        return tuple(t for t in (self.data, self.scales, self.zeros, self.global_scales) if t is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored, scales included."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return tuple(getattr(self, name) for name in self.format.names)
 
     @property
     def device(self) -> torch.device:
@@ -157,14 +191,8 @@ class PackedTensor:
 
     def __getitem__(self, expert: int) -> PackedTensor:
         """One expert's matrix of a stack; nothing is copied."""
-        scales, zeros, global_scales = self.scales, self.zeros, self.global_scales
-        return _checked(
-            self.data.select(0, expert),
-            self.format,
-            None if scales is None else scales.select(0, expert),
-            None if zeros is None else zeros.select(0, expert),
-            None if global_scales is None else global_scales.select(0, expert),
-        )
+        parts = {name: getattr(self, name).select(0, expert) for name in self.format.names}
+        return unchecked(PackedTensor, format=self.format, **parts)
 
     def blocks(self, expert: int) -> tuple[PackedTensor, ...]:
         """The matrices that make up one expert's rows, top to bottom: here a single one."""
@@ -176,27 +204,16 @@ class PackedTensor:
         Where `stop` is none either, the last scales are those of blocks that the cut leaves in part.
         """
         scaling = self.format.scaling
-        scales, zeros = self.scales, self.zeros
+        cut = {"data": self.data[start:stop]}
         if scaling is not None and scaling.rows:
-            height = scaling.rows
-            assert start % height == 0
-            first, last = start // height, -(-stop // height)
-            scales = None if scales is None else scales[first:last]
-            zeros = None if zeros is None else zeros[first:last]
-        return _checked(self.data[start:stop], self.format, scales, zeros, self.global_scales)
-
-
-def _checked(
-    data: Tensor, format: WeightFormat, scales: Tensor | None, zeros: Tensor | None, global_scales: Tensor | None
-) -> PackedTensor:
-    """A part of a packed tensor, whose dtypes and shapes were checked with the whole: decoding takes many of them."""
-    part = object.__new__(PackedTensor)
-    part.__dict__.update(data=data, format=format, scales=scales, zeros=zeros, global_scales=global_scales)
-    return part
+            assert start % scaling.rows == 0
+            blocks = slice(start // scaling.rows, -(-stop // scaling.rows))
+            cut |= {name: getattr(self, name)[blocks] for name in self.format.names if name in ("scales", "zeros")}
+        return unchecked(PackedTensor, **{**self.__dict__, **cut})
 
 
 @dataclass(frozen=True, eq=False)
-class SplitTensor:
+class SplitTensor(_Stored):
     """Unstacked experts, as checkpoints with one tensor a projection store them.
 
     Attributes:
@@ -232,24 +249,9 @@ class SplitTensor:
         return (len(self.matrices), sum(m.shape[0] for m in first), first[0].shape[1])
 
     @property
-    def num_experts(self) -> int:
-        """E."""
-        return len(self.matrices)
-
-    @property
-    def num_columns(self) -> int:
-        """K, what a product sums over."""
-        return self.matrices[0][0].num_columns
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor it is made of, expert by expert."""
         return tuple(t for expert in self.matrices for m in expert for t in m.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored, scales included."""
-        return sum(m.nbytes for expert in self.matrices for m in expert)
 
     @property
     def device(self) -> torch.device:

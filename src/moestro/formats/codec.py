@@ -70,14 +70,12 @@ class Codec:
         others: further steps that an error search tries, given the nearest.
         round: blocks in units, and their steps -> the values in units that would be stored.
         encode: the same -> the codes, one item a weight.
-        pack: codes [n, K] -> the data [n, K / per_item].
     """
 
     nearest: Callable[[Bounds], Steps]
     others: Callable[[Bounds, Steps], Iterable[Steps]]
     round: Callable[[Tensor, Steps], Tensor]
     encode: Callable[[Tensor, Steps], Tensor]
-    pack: Callable[[Tensor], Tensor]
 
 
 def float32_steps(extent: Tensor, largest: float) -> Steps:
@@ -103,6 +101,11 @@ def scaled(steps: Steps, factors: Sequence[float]) -> Iterable[Steps]:
     for factor in factors:
         scales = (steps.step * factor).clamp_(least, most).to(steps.scales.dtype)
         yield Steps(scales, scales.to(torch.float32), steps.zeros)
+
+
+def scaled_by(factors: Sequence[float]) -> Callable[[Bounds, Steps], Iterable[Steps]]:
+    """The nearest scales times each factor, as a codec's `others`."""
+    return lambda bounds, nearest: scaled(nearest, factors)
 
 
 def as_steps(scales: Tensor, unit: Tensor | None = None) -> Steps:

@@ -12,7 +12,7 @@ from moestro.formats.base import PackedTensor, WeightFormat
 from moestro.formats.codec import read_scales
 from moestro.formats.elements import decode_e4m3, write_e4m3, write_nibbles
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PANEL = 1 << 18
 """Weights converted at a time: 1 MiB of float32, which stays in cache (docs/log.md)."""
 
@@ -35,7 +35,7 @@ def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tens
     Raises:
         InvalidInputError: `dtype` is none of the four.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise invalid_input(
             "dequantize",
             got=f"dtype={dtype}",
@@ -69,20 +69,10 @@ def integers(matrix: PackedTensor) -> tuple[Tensor, Tensor]:
         Float32 [N, K] of whole numbers between -255 and 127 (zero points subtracted; of e2m1 twice the value), and
         float32 [N, K / group] (one column for a scale a row).
     """
-    assert matrix.scales is not None
-    steps = read_scales(matrix.scales)
-    if matrix.global_scales is not None:
-        steps = steps * matrix.global_scales
     values = torch.empty(matrix.shape, dtype=torch.float32, device=matrix.device)
-    if matrix.format.element == "int8":
-        values.copy_(matrix.data)
-    elif values.numel():
-        write_nibbles(matrix.data, matrix.format.element, values)
+    steps = _write_codes(matrix, values)
     if matrix.format.element == "e2m1":
         values, steps = values.mul_(2.0), steps * 0.5
-    if matrix.zeros is not None and values.numel():
-        for weights, zeros in _over_blocks(values, matrix.zeros.to(torch.float32), matrix.format):
-            weights.sub_(zeros)
     return values, steps
 
 
@@ -123,6 +113,12 @@ def panel_height(format: WeightFormat, num_rows: int, num_columns: int) -> int:
 
 def _write_panel(panel: PackedTensor, out: Tensor) -> None:
     """The values of a few rows, into a contiguous float32 tensor."""
+    for weights, step in _over_blocks(out, _write_codes(panel, out), panel.format):
+        weights.mul_(step)
+
+
+def _write_codes(panel: PackedTensor, out: Tensor) -> Tensor:
+    """Write what codes stand for, zero points subtracted, into a contiguous float32 tensor; returns what 1 counts."""
     assert panel.scales is not None
     steps = read_scales(panel.scales)
     if panel.global_scales is not None:
@@ -136,13 +132,12 @@ def _write_panel(panel: PackedTensor, out: Tensor) -> None:
             steps = steps * 256.0
         else:
             out.copy_(decode_e4m3(panel.data))
-    else:
+    elif out.numel():
         write_nibbles(panel.data, element, out)
-    if panel.zeros is not None:
+    if panel.zeros is not None and out.numel():
         for weights, zeros in _over_blocks(out, panel.zeros.to(torch.float32), panel.format):
             weights.sub_(zeros)
-    for weights, step in _over_blocks(out, steps, panel.format):
-        weights.mul_(step)
+    return steps
 
 
 def _over_blocks(out: Tensor, of_block: Tensor, format: WeightFormat) -> Iterator[tuple[Tensor, Tensor]]:

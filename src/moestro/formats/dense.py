@@ -8,12 +8,10 @@ from torch import Tensor
 from moestro.errors import invalid_input
 from moestro.formats.base import PackedTensor, WeightFormat
 
-FLOAT64 = WeightFormat("float64", "float64", 64, torch.float64)
-FLOAT32 = WeightFormat("float32", "float32", 32, torch.float32)
-FLOAT16 = WeightFormat("float16", "float16", 16, torch.float16)
-BFLOAT16 = WeightFormat("bfloat16", "bfloat16", 16, torch.bfloat16)
-
-DENSE_FORMATS = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
+DENSE_FORMATS = tuple(
+    WeightFormat(name, name, getattr(torch, name).itemsize * 8, getattr(torch, name))
+    for name in ("float32", "bfloat16", "float16", "float64")
+)
 _BY_STORAGE = {f.storage: f for f in DENSE_FORMATS}
 
 

@@ -65,15 +65,8 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return (codes[..., ::2] & 0x0F) | (codes[..., 1::2] << 4)
 
 
-def unpack_nibbles(data: Tensor, element: str) -> Tensor:
-    """uint8 [..., K / 2] -> float32 [..., K], the values that the element ("e2m1", "int4", "uint4") gives the codes."""
-    out = torch.empty((*data.shape[:-1], data.shape[-1] * 2), dtype=torch.float32, device=data.device)
-    write_nibbles(data, element, out)
-    return out
-
-
 def write_nibbles(data: Tensor, element: str, out: Tensor) -> None:
-    """`unpack_nibbles` into a contiguous float32 tensor."""
+    """Write the values that the element ("e2m1", "int4", "uint4") gives uint8 [..., K / 2] into float32 [..., K]."""
     # One look-up a byte, of two values as one item of 8 bytes, is the fastest of torch's ways (docs/log.md).
     pairs = _table(element, data.device)
     torch.index_select(pairs, 0, data.reshape(-1).to(torch.int32), out=out.view(torch.int64).view(-1))

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moestro.errors import InvalidInputError, invalid_input
-from moestro.formats.base import PackedTensor, WeightFormat
-from moestro.formats.blocks import from_blocks, row_sums, to_blocks
+from moestro.formats.base import PackedTensor, Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, float32_steps
-from moestro.formats.decode import panel_height
+from moestro.formats.decode import DTYPES, panel_height
+from moestro.formats.elements import pack_nibbles
 from moestro.formats.nvfp4 import LARGEST
 from moestro.formats.registry import CODECS, find_format
 
 Search = Literal["nearest", "mse"]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_AT_ONCE = 4096
 
 
 def quantize(
@@ -46,7 +47,7 @@ def quantize(
             the dtype is not floating point; the search is neither of the two.
     """
     format = find_format(format) if isinstance(format, str) else format
-    if weight.dim() not in (2, 3) or weight.dtype not in _DTYPES:
+    if weight.dim() not in (2, 3) or weight.dtype not in DTYPES:
         raise invalid_input(
             "quantize",
             got=f"{name} {list(weight.shape)} of {weight.dtype}",
@@ -60,13 +61,17 @@ def quantize(
         if format.is_dense:
             packed = PackedTensor(weight.detach().to(format.storage), format)
         else:
-            packed = _empty(format, weight)
-        for source in [] if weight.is_meta else _matrices(weight.detach(), name):
-            target = packed if weight.dim() == 2 else packed[source.index[0]]
+            parts = format.parts(weight.shape).items()
+            empty = {part: weight.new_empty(shape, dtype=dtypes[0]) for part, (dtypes, shape) in parts}
+            packed = PackedTensor(format=format, **empty)
+        given = weight.detach()
+        matrices = [((), given)] if given.dim() == 2 else [((e,), matrix) for e, matrix in enumerate(given)]
+        for index, matrix in [] if given.is_meta else matrices:
+            source, target = _Source(matrix, index, name), packed[index[0]] if index else packed
             if format.is_dense:
                 _check_cast(source, target)
             else:
-                _Encoder(source, CODECS[format.name], target).write(search)
+                _Encoder(source, CODECS[format], target).write(search)
     return packed
 
 
@@ -76,14 +81,11 @@ def check_shape(format: WeightFormat, num_rows: int, num_columns: int, operation
     Raises:
         InvalidInputError: it cannot: its groups, or its bytes, do not come out even along a row.
     """
-    scaling = format.scaling
-    group = scaling.columns if scaling is not None and scaling.rows == 1 else 0
-    unit = group or format.per_item
-    if num_columns % unit:
+    if num_columns % format.row_unit:
         raise invalid_input(
             operation,
             got=f"a matrix of {num_rows} x {num_columns} for format {format.name}",
-            needs=f"rows whose length is a multiple of {unit}",
+            needs=f"rows whose length is a multiple of {format.row_unit}",
             fix="Choose a format with smaller groups, or int8, fp8 or bfloat16, which take any length.",
         )
 
@@ -108,47 +110,18 @@ class _Source:
 
     def check(self, panel: Tensor, start: int, format: WeightFormat) -> None:
         """Raise for the first value of a converted panel [n, K] that is not finite, if there is one."""
-        places = panel.isfinite().logical_not_().nonzero()
-        if places.numel():
-            row, column = places[0].tolist()
-            finite = math.isfinite(float(self.matrix[start + row, column]))
-            raise self.refuse(
-                start + row,
-                column,
-                f"weights within the range of {panel.dtype} for {format.name}" if finite else "finite weights",
-            )
-
-
-def _matrices(weight: Tensor, name: str) -> Iterator[_Source]:
-    if weight.dim() == 2:
-        yield _Source(weight, (), name)
-    else:
-        for e, matrix in enumerate(weight):
-            yield _Source(matrix, (e,), name)
-
-
-def _empty(format: WeightFormat, weight: Tensor) -> PackedTensor:
-    scaling = format.scaling
-    assert scaling is not None
-    *lead, n, k = weight.shape
-    grid = (*lead, *scaling.blocks(n, k))
-    new = weight.new_empty
-    return PackedTensor(
-        new((*lead, n, k // format.per_item), dtype=format.storage),
-        format,
-        scales=new(grid, dtype=scaling.dtypes[0]),
-        zeros=new(grid, dtype=torch.uint8) if scaling.zeros else None,
-        global_scales=new(tuple(lead), dtype=torch.float32) if scaling.global_scales else None,
-    )
+        if not panel.numel() or bool(torch.stack(panel.aminmax()).isfinite().all()):
+            return
+        row, column = panel.isfinite().logical_not_().nonzero()[0].tolist()
+        finite = math.isfinite(float(self.matrix[start + row, column]))
+        needs = f"weights within the range of {panel.dtype} for {format.name}" if finite else "finite weights"
+        raise self.refuse(start + row, column, needs)
 
 
 def _check_cast(source: _Source, target: PackedTensor) -> None:
-    n, k = target.shape
-    height = panel_height(target.format, n, k)
-    for start in range(0, n if k else 0, height):
-        panel = target.data[start : start + height]
-        if not bool(torch.stack(panel.aminmax()).isfinite().all()):
-            source.check(panel, start, target.format)
+    height = panel_height(target.format, *target.shape)
+    for start in range(0, target.shape[0], height):
+        source.check(target.data[start : start + height], start, target.format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +149,8 @@ class _Encoder:
                 self._check_range(steps, blocks, start)
                 self._store(part, steps)
             codes = self.codec.encode(blocks / steps.step, steps)
-            part.data.copy_(self.codec.pack(from_blocks(codes, part.shape, scaling)))
+            codes = from_blocks(codes, part.shape, scaling)
+            part.data.copy_(pack_nibbles(codes) if part.format.per_item == 2 else codes)
 
     def _panels(self) -> Iterator[tuple[PackedTensor, int, Tensor]]:
         """Rows of the target, where they start, and their weights as float32 blocks [B, M], finite."""
@@ -187,8 +161,7 @@ class _Encoder:
         for start in range(0, n, height):
             part = self.target.rows(start, min(start + height, n))
             panel = self.source.matrix[start : start + height].to(torch.float32).contiguous()
-            if panel.numel() and not bool(torch.stack(panel.aminmax()).isfinite().all()):
-                self.source.check(panel, start, self.target.format)
+            self.source.check(panel, start, self.target.format)
             yield part, start, to_blocks(panel, scaling)
 
     def _bounds(self, blocks: Tensor, unit: Tensor | None) -> Bounds:
@@ -262,3 +235,37 @@ def squared_errors(blocks: Tensor, steps: Steps, codec: Codec) -> Tensor:
 def _errors_in_units(blocks: Tensor, steps: Steps, codec: Codec) -> Tensor:
     units = blocks / steps.step
     return row_sums(codec.round(units, steps).sub_(units).square_())
+
+
+def to_blocks(panel: Tensor, scaling: Scaling) -> Tensor:
+    """[n, K] -> [B, M], blocks from left to right and top to bottom; what a cut-off block lacks is zero.
+
+    Where all rows share a scale, each row stands for itself.
+    """
+    if scaling.rows <= 1:
+        return panel.view(-1, scaling.columns) if scaling.columns else panel
+    rows, columns = scaling.rows, scaling.columns
+    n, k = panel.shape
+    down, across = scaling.blocks(n, k)
+    full = F.pad(panel, (0, across * columns - k, 0, down * rows - n))
+    return full.view(down, rows, across, columns).transpose(1, 2).reshape(down * across, rows * columns)
+
+
+def from_blocks(blocks: Tensor, shape: Sequence[int], scaling: Scaling) -> Tensor:
+    """[B, M] -> [n, K], what `to_blocks` was given."""
+    n, k = shape
+    if scaling.rows <= 1:
+        return blocks.view(n, k)
+    rows, columns = scaling.rows, scaling.columns
+    down, across = scaling.blocks(n, k)
+    full = blocks.view(down, across, rows, columns).transpose(1, 2).reshape(down * rows, across * columns)
+    return full[:n, :k]
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """[B, M] -> [B, 1], each row summed in an order that depends on M alone, not on B or the number of threads."""
+    # torch divides a sum among threads when it has a single result and more than 32768 terms.
+    total = x[:, :_AT_ONCE].sum(1, keepdim=True)
+    for start in range(_AT_ONCE, x.shape[1], _AT_ONCE):
+        total += x[:, start : start + _AT_ONCE].sum(1, keepdim=True)
+    return total

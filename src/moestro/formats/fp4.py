@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from moestro.formats.base import Scaling, WeightFormat
-from moestro.formats.codec import Bounds, Codec, Steps, float16_steps, scaled
-from moestro.formats.elements import E2M1_LARGEST, encode_e2m1, pack_nibbles, round_e2m1
+from moestro.formats.codec import Codec, Steps, float16_steps, scaled_by
+from moestro.formats.elements import E2M1_LARGEST, encode_e2m1, round_e2m1
 
 FP4 = tuple(
     WeightFormat(f"fp4-g{g}", "e2m1", 4 + 16 / g, torch.uint8, 2, Scaling(1, g, (torch.float16, torch.bfloat16)))
@@ -18,10 +16,6 @@ FP4 = tuple(
 
 _FACTORS = (0.85, 0.9, 0.925, 0.95, 0.975, 1.025, 1.075, 1.35, 1.4, 1.5, 1.575)
 """Those that helped most on weights of normal and Student-t distribution (docs/log.md); 1.5 maps the largest to 4."""
-
-
-def _others(bounds: Bounds, nearest: Steps) -> Iterable[Steps]:
-    return scaled(nearest, _FACTORS)
 
 
 def round_units(units: Tensor, steps: Steps) -> Tensor:
@@ -36,10 +30,9 @@ def encode_units(units: Tensor, steps: Steps) -> Tensor:
 
 _CODEC = Codec(
     nearest=lambda bounds: float16_steps(bounds.amax, E2M1_LARGEST),
-    others=_others,
+    others=scaled_by(_FACTORS),
     round=round_units,
     encode=encode_units,
-    pack=pack_nibbles,
 )
 
-CODECS = {f.name: _CODEC for f in FP4}
+CODECS = dict.fromkeys(FP4, _CODEC)

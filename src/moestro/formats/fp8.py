@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from moestro.formats.base import Scaling, WeightFormat
-from moestro.formats.codec import Bounds, Codec, Steps, float32_steps, scaled
+from moestro.formats.codec import Codec, float32_steps, scaled_by
 from moestro.formats.elements import E4M3_LARGEST, encode_e4m3, round_e4m3
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -18,25 +16,14 @@ def _format(name: str, rows: int, columns: int) -> WeightFormat:
     return WeightFormat(f"fp8-e4m3-{name}", "e4m3", bits, torch.float8_e4m3fn, scaling=Scaling(rows, columns, _SCALES))
 
 
-FP8_TENSOR = _format("tensor", 0, 0)
-FP8_CHANNEL = _format("channel", 1, 0)
-FP8_BLOCK = _format("b128", 128, 128)
-FP8 = (FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
-
 _FACTORS = tuple(2 ** (i / 8) for i in range(1, 8))
 """Within a factor of two the scale decides where weights fall between the powers of two; beyond, all repeats."""
 
-
-def _others(bounds: Bounds, nearest: Steps) -> Iterable[Steps]:
-    return scaled(nearest, _FACTORS)
-
-
 _CODEC = Codec(
     nearest=lambda bounds: float32_steps(bounds.amax, E4M3_LARGEST),
-    others=_others,
+    others=scaled_by(_FACTORS),
     round=lambda units, steps: round_e4m3(units),
     encode=lambda units, steps: encode_e4m3(units),
-    pack=lambda codes: codes,
 )
 
-CODECS = {f.name: _CODEC for f in FP8}
+CODECS = dict.fromkeys((_format("tensor", 0, 0), _format("channel", 1, 0), _format("b128", 128, 128)), _CODEC)

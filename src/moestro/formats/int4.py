@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moestro.formats.base import Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, as_steps, float16_steps, scaled
-from moestro.formats.elements import pack_nibbles
 
 GROUPS = (32, 64, 128)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -63,14 +62,12 @@ _SYMMETRIC = Codec(
     others=_others,
     round=_round,
     encode=lambda units, steps: _round(units, steps).to(torch.int8),
-    pack=pack_nibbles,
 )
 _WITH_ZERO = Codec(
     nearest=_nearest_zp,
     others=_others_zp,
     round=_round_zp,
     encode=lambda units, steps: _encode_zp(units, steps).to(torch.uint8),
-    pack=pack_nibbles,
 )
 
-CODECS = {**{f.name: _SYMMETRIC for f in INT4}, **{f.name: _WITH_ZERO for f in INT4_ZP}}
+CODECS = {**dict.fromkeys(INT4, _SYMMETRIC), **dict.fromkeys(INT4_ZP, _WITH_ZERO)}

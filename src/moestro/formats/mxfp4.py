@@ -8,7 +8,6 @@ import torch
 
 from moestro.formats.base import Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, as_steps
-from moestro.formats.elements import pack_nibbles
 from moestro.formats.fp4 import encode_units, round_units
 
 MXFP4 = WeightFormat("mxfp4", "e2m1", 4.25, torch.uint8, 2, Scaling(1, 32, (torch.uint8, torch.float8_e8m0fnu)))
@@ -28,4 +27,4 @@ def _others(bounds: Bounds, nearest: Steps) -> Iterable[Steps]:
     yield as_steps(torch.where(nearest.scales < _MOST, nearest.scales + 1, nearest.scales))
 
 
-CODECS = {MXFP4.name: Codec(_nearest, _others, round_units, encode_units, pack_nibbles)}
+CODECS = {MXFP4: Codec(_nearest, _others, round_units, encode_units)}

@@ -8,7 +8,7 @@ import torch
 
 from moestro.formats.base import Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, as_steps
-from moestro.formats.elements import E2M1_LARGEST, E4M3_LARGEST, encode_e4m3, pack_nibbles
+from moestro.formats.elements import E2M1_LARGEST, E4M3_LARGEST, encode_e4m3
 from moestro.formats.fp4 import encode_units, round_units
 
 NVFP4 = WeightFormat("nvfp4", "e2m1", 4.5, torch.uint8, 2, Scaling(1, 16, (torch.float8_e4m3fn,), global_scales=True))
@@ -33,4 +33,4 @@ def _others(bounds: Bounds, nearest: Steps) -> Iterable[Steps]:
         yield as_steps(scales, bounds.unit)
 
 
-CODECS = {NVFP4.name: Codec(_nearest, _others, round_units, encode_units, pack_nibbles)}
+CODECS = {NVFP4: Codec(_nearest, _others, round_units, encode_units)}

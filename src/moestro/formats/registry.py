@@ -10,37 +10,15 @@ from moestro.formats.base import WeightFormat
 from moestro.formats.codec import Codec
 from moestro.formats.dense import DENSE_FORMATS
 
-FORMATS: dict[str, WeightFormat] = {
-    f.name: f
-    for f in (
-        *DENSE_FORMATS,
-        *fp8.FP8,
-        int8.INT8,
-        *int4.INT4,
-        *int4.INT4_ZP,
-        mxfp4.MXFP4,
-        nvfp4.NVFP4,
-        *fp4.FP4,
-    )
-}
+_FAMILIES = (fp8, int8, int4, mxfp4, nvfp4, fp4)
 
-CODECS: dict[str, Codec] = {
-    name: codec for family in (fp8, int8, int4, mxfp4, nvfp4, fp4) for name, codec in family.CODECS.items()
-}
+CODECS: dict[WeightFormat, Codec] = {form: codec for family in _FAMILIES for form, codec in family.CODECS.items()}
+FORMATS: dict[str, WeightFormat] = {form.name: form for form in (*DENSE_FORMATS, *CODECS)}
 
 
 def is_registered(form: WeightFormat) -> bool:
-    """Whether a format, or a copy of one, is what `FORMATS` has under its name. A tracer follows this, and no `==`."""
-    known = FORMATS.get(form.name)
-    if known is None or known is form:
-        return known is form
-    if known.element != form.element or known.storage != form.storage or known.per_item != form.per_item:
-        return False
-    s, t = known.scaling, form.scaling
-    if s is None or t is None:
-        return s is t
-    sizes = s.rows == t.rows and s.columns == t.columns
-    return sizes and s.zeros == t.zeros and s.global_scales == t.global_scales
+    """Whether a format, or a copy of one, is what `FORMATS` has under its name."""
+    return FORMATS.get(form.name) == form
 
 
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

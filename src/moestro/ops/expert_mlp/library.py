@@ -19,7 +19,7 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import expert_mlp, gpu
 from moestro.ops.expert_mlp import triton
 from moestro.ops.expert_mlp.backward import SLOPES, expert_mlp_backward
-from moestro.types import Activation, Routing
+from moestro.types import Activation, Routing, unchecked
 from moestro.weights import ExpertWeights, Layout, Parts, unstacked_spans
 
 
@@ -177,7 +177,8 @@ class GraphWeights:
         first, last, *rows = layout.split("|")
         stored = (read_layout(first).build(gate_up), read_layout(last).build(down))
         input_format: Any = rows[0] if rows else "float"
-        return ExpertWeights.unchecked(*stored, *biases, _decode(activation), input_format)
+        fields = dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), (*stored, *biases), strict=True))
+        return unchecked(ExpertWeights, **fields, activation=_decode(activation), input_format=input_format)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.value, name)
