@@ -8,7 +8,7 @@ training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
 
 PLAN = "_moestro_plan"
-_BUILT = "_moestro_built"
 _DTYPES = tuple(f.storage for f in DENSE_FORMATS)
 
 
@@ -57,6 +56,7 @@ class Plan:
     activation: Activation
     flags: Flags = field(default_factory=Flags)
     layout: str = K_CONTIGUOUS
+    built: dict[tuple[Any, ...], Built] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -100,12 +100,13 @@ def flags_of(module: nn.Module) -> Flags:
     )
 
 
-def inspect(module: nn.Module, flags: Flags) -> Plan:
+def inspect(module: nn.Module, flags: Flags | None = None) -> Plan:
     """Read an experts module without changing it.
 
     Raises:
         UnsupportedError: its parameters are not what the flags say, or not ordinary floating-point tensors.
     """
+    flags = flags or flags_of(module)
     needed = [flags.up_name, "down_proj"]
     needed += [f"{name}_bias" for name in needed] if flags.biased else []
     missing = [name for name in needed if not isinstance(getattr(module, name, None), Tensor)]
@@ -127,7 +128,7 @@ def plan_of(module: nn.Module, flags: Flags | None = None) -> Plan:
     plan: Plan | None = module.__dict__.get(PLAN)
     if plan is not None:
         return plan
-    flags = flags_of(module) if flags is None else flags
+    flags = flags or flags_of(module)
     if torch.compiler.is_compiling():
         constant: Plan = _constant_plan(module, flags)
         return constant
@@ -155,32 +156,29 @@ def settle(module: nn.Module, plan: Plan) -> Plan:
 def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
     """The module's parameters of this moment as `ExpertWeights`; nothing is copied."""
     flags = plan.flags
-    gate_up, down = getattr(module, flags.up_name), module.down_proj
-    biases = (getattr(module, f"{flags.up_name}_bias"), module.down_proj_bias) if flags.biased else (None, None)
+    sides = (getattr(module, flags.up_name), module.down_proj)
+    first, second = (getattr(module, f"{flags.up_name}_bias"), module.down_proj_bias) if flags.biased else (None, None)
     norm = module.post_expert_norm if flags.output_norm else None
+
+    def make() -> ExpertWeights:
+        gate_up, down = (dense(t.transpose(1, 2) if flags.transposed else t) for t in sides)
+        return ExpertWeights(gate_up, down, first, second, plan.activation, norm)
+
     if torch.compiler.is_compiling() or (flags.transposed and torch.is_grad_enabled()):
-        return _make(gate_up, down, biases, plan, norm)  # views are to be recorded with each call
-    tensors, known = (gate_up, down, *biases), module.__dict__.get(_BUILT)
-    if known is None or not known.is_current(tensors) or not _is_of(known.weights, gate_up, down, plan, norm):
-        known = module.__dict__[_BUILT] = Built(_make(gate_up, down, biases, plan, norm), tensors)
-    weights: ExpertWeights = known.weights
-    return weights
+        return make()  # views are to be recorded with each call
+    return kept(plan, (norm, *(t.data_ptr() for t in sides)), (*sides, first, second), make)
 
 
-def _is_of(weights: ExpertWeights, gate_up: Tensor, down: Tensor, plan: Plan, norm: Any) -> bool:
-    """Whether weights made before are of this plan, and views of them of this memory."""
-    if weights.activation is not plan.activation or weights.output_norm != norm:
-        return False
-    pairs = zip((weights.gate_up, weights.down), (gate_up, down), strict=True)
-    return not plan.flags.transposed or all(s.tensors[0].data_ptr() == t.data_ptr() for s, t in pairs)
-
-
-def _make(
-    gate_up: Tensor, down: Tensor, biases: tuple[Tensor | None, Tensor | None], plan: Plan, norm: Any
+def kept(
+    plan: Plan, key: tuple[Any, ...], parameters: Sequence[Tensor | None], make: Callable[[], ExpertWeights]
 ) -> ExpertWeights:
-    if plan.flags.transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return ExpertWeights(dense(gate_up), dense(down), *biases, plan.activation, norm)
+    """The weights that the plan keeps under this key, made anew if they were of other parameters."""
+    known = plan.built.get(key)
+    if known is None or not known.is_current(parameters):
+        known = Built(make(), parameters)
+        plan.built.clear()
+        plan.built[key] = known
+    return known.weights
 
 
 def projections(module: nn.Module, plan: Plan) -> Projections:

@@ -27,12 +27,7 @@ from moestro.weights import check_input_format
 Model = TypeVar("Model", bound=nn.Module)
 
 INTERFACE = Adapter(
-    "experts interface",
-    "*",
-    lambda module: experts.inspect(module, experts.flags_of(module)),
-    experts.settle,
-    experts.serve,
-    projections=experts.projections,
+    "experts interface", "*", experts.inspect, experts.settle, experts.serve, projections=experts.projections
 )
 """Every experts module that Transformers' own decorator prepared."""
 

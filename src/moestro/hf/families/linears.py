@@ -1,7 +1,4 @@
-"""Switch Transformers and NLLB-MoE: every expert is a module of its own with two linear layers.
-
-Their weights are stacked once, in place: the linear layers keep their parameters, as views of the stack.
-"""
+"""Switch Transformers and NLLB-MoE: every expert is a module of its own with two linear layers."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moestro.errors import unsupported
-from moestro.formats import PackedTensor, dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, join, plain, recall, remember
+from moestro.hf.families.base import Adapter, is_recorded, plain, recall, remember, stacked
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -45,22 +41,24 @@ def inspect(names: Names, module: Any) -> Plan:
 
 def expert_weights(names: Names, module: Any) -> ExpertWeights:
     """All experts' linear layers as one value: gate_up [E, I, H], down [E, H, I], biases where they exist."""
-    own = _experts(module)
+    plan, own = recall(module, partial(inspect, names)), _experts(module)[0]
+    layers = [_layers(module, name) for name in (names.first, names.second)]
+    matrices = [[layer.weight for layer in each] for each in layers]
+    gate_up_bias, down_bias = (
+        None if each[0].bias is None else torch.stack([layer.bias for layer in each]) for each in layers
+    )
+    activation = plan.activation
+    if module.training and own.dropout.p > 0:
+        activation = Activation("custom", gated=False, function=lambda z: own.dropout(own.act(z)))
 
-    first, second = _layers(module, names.first), _layers(module, names.second)
+    def make() -> ExpertWeights:
+        gate_up, down = (stacked(each) for each in matrices)
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, activation)
 
-    def weight(layers: list[Any]) -> PackedTensor:
-        return dense(join([layer.weight for layer in layers], dim=0))
-
-    def bias(layers: list[Any]) -> Tensor | None:
-        return None if layers[0].bias is None else join([layer.bias for layer in layers], dim=0)
-
-    activation = recall(module, partial(inspect, names)).activation
-    dropout = own[0].dropout
-    if module.training and dropout.p > 0:
-        act = own[0].act
-        activation = Activation("custom", gated=False, function=lambda z: dropout(act(z)))
-    return ExpertWeights(weight(first), weight(second), bias(first), bias(second), activation)
+    parameters = [weight for each in matrices for weight in each]
+    if gate_up_bias is not None or activation is not plan.activation or is_recorded(parameters):
+        return make()
+    return experts.kept(plan, (), parameters, make)
 
 
 def forward_switch(

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moestro.hf import experts
-from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter
-
-
-def inspect(module: Any) -> Plan:
-    return experts.inspect(module, experts.flags_of(module))
-
 
 STEP3P7 = Adapter(
     "Step-3.7",
     "Step3p7Experts",
-    inspect,
+    experts.inspect,
     experts.settle,
     experts.serve,
     "clamp after the activation",
