@@ -23,7 +23,7 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.projections import Projection, Projections
-from moestro.hf.store import store_of
+from moestro.hf.store import stored_weights
 from moestro.ops.expert_mlp import run
 from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
@@ -186,12 +186,6 @@ def projections(module: nn.Module, plan: Plan) -> Projections:
     name, transposed = plan.flags.up_name, plan.flags.transposed
     gate_up, down = Projection(name, (name,), transposed), Projection("down_proj", ("down_proj",), transposed)
     return Projections("", gate_up, down, int(module.get_parameter("down_proj").shape[0]), plan.activation)
-
-
-def stored_weights(holder: nn.Module) -> ExpertWeights | None:
-    """The experts of a module that keeps them as a checkpoint stores them; None if they are its parameters."""
-    store = store_of(holder)
-    return None if store is None else store.weights(holder)
 
 
 def serve(

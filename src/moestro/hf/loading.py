@@ -59,7 +59,16 @@ def load(
             input_format of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
             projections where no linear module has 16 bits.
     """
-    wanted = _asked(format, input_format, projections)
+    given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
+    asked: dict[str, Any] = {"input_format": input_format, "projections": projections}
+    wanted = MoestroConfig(**vars(given) | {name: value for name, value in asked.items() if value is not None})
+    if wanted.search != "nearest" and wanted.changes_nothing:
+        raise invalid_input(
+            OPERATION,
+            got=f"search={wanted.search!r} without a format",
+            needs="a format whose scales are to be chosen",
+            fix="Name one, or leave search out.",
+        )
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
@@ -68,38 +77,21 @@ def load(
     config = read_config(source, OPERATION, found)
     quantization = take_quantization(config)
     own = _with_kept(wanted, quantization)
-    own.source, own.complete = quantization, True
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     room = partial(fitting, OPERATION, source, dtype if dtype not in (None, "auto") else config.dtype, own.format)
     with readable, room():
         model, report = model_class(config).from_pretrained(
             source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
         )
-    _check_complete(path_or_id, report)
-    with room():
-        return model if place is None else model.to(place)
-
-
-def _asked(
-    format: str | MoestroConfig | None, input_format: InputFormat | None, projections: bool | None
-) -> MoestroConfig:
-    """All that was asked for, as one configuration of its own."""
-    given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
-    if given.search != "nearest" and given.changes_nothing:
+    if lost := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
         raise invalid_input(
             OPERATION,
-            got=f"search={given.search!r} without a format",
-            needs="a format whose scales are to be chosen",
-            fix="Name one, or leave search out.",
+            got=f"{path_or_id} without {len(lost)} weights of the model, or with them in other shapes: {min(lost)}",
+            needs="every weight of the architecture",
+            fix="Download or save the checkpoint again.",
         )
-    return MoestroConfig(
-        given.format,
-        given.search,
-        given.overrides,
-        given.rest,
-        given.input_format if input_format is None else input_format,
-        given.projections if projections is None else projections,
-    )
+    with room():
+        return model if place is None else model.to(place)
 
 
 def _check_dtype(dtype: torch.dtype | str | None) -> None:
@@ -113,24 +105,14 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
         )
 
 
-def _check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
-    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if missing:
-        raise invalid_input(
-            OPERATION,
-            got=f"{path_or_id} without {len(missing)} weights of the model, or with them in other shapes: {missing[0]}",
-            needs="every weight of the architecture",
-            fix="Download or save the checkpoint again.",
-        )
-
-
 def _with_kept(wanted: MoestroConfig, quantization: dict[str, Any] | None) -> MoestroConfig:
     """What was asked for, and what the checkpoint's own configuration says of the rest."""
-    if quantization is None:
-        return wanted
-    if quantization.get("quant_method") != METHOD:
-        wanted.rest = quantization
-        return wanted
-    names = ("format", "search", "overrides") if wanted.changes_nothing else ()
-    kept = {name: quantization[name] for name in ("rest", *names) if quantization.get(name) is not None}
-    return MoestroConfig(**{**wanted.to_dict(), **kept})
+    kept: dict[str, Any] = {}
+    if quantization is not None and quantization.get("quant_method") != METHOD:
+        kept = {"rest": quantization}
+    elif quantization is not None:
+        names = ("rest", "format", "search", "overrides") if wanted.changes_nothing else ("rest",)
+        kept = {name: quantization[name] for name in names if quantization.get(name) is not None}
+    found = MoestroConfig(**vars(wanted) | kept)
+    found.source, found.complete = quantization, True
+    return found

@@ -7,25 +7,12 @@ Transformers would rename it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from moestro.errors import unsupported
-
-
-@dataclass(frozen=True)
-class Named:
-    """Where a checkpoint keeps one parameter of a model.
-
-    Attributes:
-        parts: one list of keys for each tensor that is concatenated along the rows; each has one key (all experts
-            in one tensor) or one an expert.
-    """
-
-    parts: tuple[tuple[str, ...], ...]
 
 
 class NameMap:
@@ -44,9 +31,8 @@ class NameMap:
         parameters = {**model.state_dict(), **dict.fromkeys(more, True)}
         self._keys: dict[str, dict[str | None, list[str]]] = {}
         for key in sorted(keys, key=dot_natural_key):
-            known = key in parameters
             renamed, pattern = rename_source_key(key, renamings, self._converters, model.base_model_prefix, parameters)
-            if renamed not in parameters and known:
+            if renamed not in parameters and key in parameters:
                 renamed, pattern = key, None
             self._keys.setdefault(renamed, {}).setdefault(pattern, []).append(key)
 
@@ -59,17 +45,15 @@ class NameMap:
         """Every key that is renamed to this name, or that a parameter of this name is made of."""
         return [key for keys in self._keys.get(name, {}).values() for key in keys]
 
-    def named(self, parameter: str) -> Named | None:
-        """Where the parameter of this name is kept, or None if it is nowhere.
+    def parts(self, parameter: str) -> list[tuple[str, ...]]:
+        """The keys of what a parameter is concatenated of along its rows: each of one tensor, or of one an expert.
 
         Raises:
             UnsupportedError: Transformers does more than join its tensors.
         """
-        found = self._keys.get(parameter)
-        if not found:
-            return None
-        if None in found:
-            return Named(tuple((key,) for key in found[None][:1]))
+        found = self._keys.get(parameter, {})
+        if None in found or not found:
+            return [(key,) for key in found.get(None, [])[:1]]
         patterns = {p: c for c in self._converters for p in c.source_patterns if p in found}
         (converter,) = {id(c): c for c in patterns.values()}.values()
         steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
@@ -80,4 +64,4 @@ class NameMap:
                 needs="experts stored as they are, one by one or stacked",
                 fix="Load the model with Transformers, and call moestro.accelerate on it.",
             )
-        return Named(tuple(tuple(found[p]) for p in converter.source_patterns if p in found))
+        return [tuple(found[p]) for p in converter.source_patterns if p in found]

@@ -14,6 +14,7 @@ from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter, is_recorded, plain, recall, remember
 from moestro.hf.layout import STRIDED
 from moestro.hf.projections import Projection, Projections
+from moestro.hf.store import stored_weights
 from moestro.weights import ExpertWeights
 
 
@@ -27,7 +28,7 @@ def inspect(module: Any) -> Plan:
 def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str) -> Tensor:
     """DbrxExperts: hidden_states [B, S, H], ids and weights [B * S, K] -> [B, S, H]."""
     mlp = _mlp(module)
-    weights = experts.stored_weights(mlp) or _weights(module, mlp)
+    weights = stored_weights(mlp) or _weights(module, mlp)
     return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy)
 
 
