@@ -103,9 +103,18 @@ def accelerate(
     found = find(model)
     if projections:
         check_projections(model, "accelerate")
-    stores = _stores_for(found, input_format)
     fresh = [layer for layer in found if stored_in(layer.module) is None]
+    stores = [store for layer in found if (store := stored_in(layer.module)) is not None]
+    forms = [form for store in stores for form in (store.gate_up.format, store.down.format)]
+    check_input_format(input_format or "float", forms, "accelerate")
     for layer in fresh:
+        if input_format not in (None, "float"):
+            raise unsupported(
+                "accelerate",
+                got=f"{input_format} inputs for {layer.path or 'the model'}, whose experts are parameters",
+                needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
+                fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
+            )
         if layer.adapter.settle is not experts.settle:  # it will read weights past the calls that bring them to memory
             with _refusing(model, layer.path, layer.module):
                 present(layer.module)
@@ -118,25 +127,6 @@ def accelerate(
     if projections:
         serve_projections(model)
     return model
-
-
-def _stores_for(found: list[Found], input_format: InputFormat | None) -> list[ExpertStore]:
-    """The stored experts of these layers; raises if those of one cannot meet rows of this format."""
-    stores = []
-    for layer in found:
-        store = stored_in(layer.module)
-        if store is not None:
-            check_input_format(input_format or "float", (store.gate_up.format, store.down.format), "accelerate")
-            stores.append(store)
-        elif input_format is not None and input_format != "float":
-            check_input_format(input_format, (), "accelerate")
-            raise unsupported(
-                "accelerate",
-                got=f"int8 inputs for {layer.path or 'the model'}, whose experts are parameters",
-                needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
-                fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
-            )
-    return stores
 
 
 @dataclass(frozen=True)
@@ -155,9 +145,10 @@ def find(model: nn.Module) -> list[Found]:
     Raises:
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
     """
-    found = [
-        Found(path, module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)
-    ]
+    found = []
+    for path, module, adapter in _find(model):
+        with _refusing(model, path, module):
+            found.append(Found(path, module, adapter, _plan(module, adapter)))
     if not found:
         _check_lists(model)
         raise unsupported(
@@ -184,7 +175,7 @@ def served(model: nn.Module) -> list[Served]:
         for path, module in model.named_modules()
         if (adapter := adapter_of(module)) is not None
         and (strategy := _strategy_of(module, adapter)) is not None
-        and (plan := _plan_of(module, adapter)) is not None
+        and (plan := _plan(module, adapter, module.__dict__.get(PLAN))) is not None
     ]
 
 
@@ -198,21 +189,19 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
     """Every module to serve; raises for a layer that routes and is not known."""
-    taken: list[str] = []
-    modules = dict(model.named_modules())
-    adapters = {path: a for path, m in modules.items() if (a := adapter_of(m)) is not None}
-    for path, module in modules.items():
-        name = type(module).__name__
-        if any(path.startswith(f"{above}.") or above == "" for above in taken):
+    inner: set[nn.Module] = set()  # of modules that were dealt with as a whole
+    for path, module in model.named_modules():
+        name, adapter = type(module).__name__, adapter_of(module)
+        if module in inner:
             continue
-        if path in adapters:
-            taken.append(path)
-            yield path, module, adapters[path]
+        if adapter is not None:
+            inner.update(module.modules())
+            yield path, module, adapter
         elif name in LEFT and _of_transformers(module):
-            taken.append(path)
-        elif name in REFUSED or (routes(name) and not _above(path, adapters)):
-            if name in REFUSED:
-                raise _refusal(model, path, name, REFUSED[name])
+            inner.update(module.modules())
+        elif name in REFUSED:
+            raise _refusal(model, path, name, REFUSED[name])
+        elif routes(name) and all(adapter_of(m) is None for m in module.modules()):
             reason = "moestro has no adapter for it, and Transformers' experts interface misses it"
             raise _refusal(model, path, name, reason, _ELSEWHERE)
 
@@ -247,16 +236,12 @@ def _of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
-def _above(path: str, adapters: dict[str, Adapter]) -> bool:
-    return any(other.startswith(f"{path}." if path else "") for other in adapters)
-
-
-def _read(model: nn.Module, path: str, module: nn.Module, adapter: Adapter) -> Plan:
+def _plan(module: nn.Module, adapter: Adapter, known: Plan | None = None) -> Plan:
+    """How a module is served: as it is stored, or as its adapter finds unless that is known."""
     store = stored_in(module)
     if store is not None:
         return Plan(store.stored.projections.activation, layout=store.layout)
-    with _refusing(model, path, module):
-        return adapter.inspect(module)
+    return known or adapter.inspect(module)
 
 
 @contextmanager
@@ -310,11 +295,3 @@ def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
     if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == "moestro":
         return "auto"
     return None
-
-
-def _plan_of(module: nn.Module, adapter: Adapter) -> Plan:
-    store = stored_in(module)
-    if store is not None:
-        return Plan(store.stored.projections.activation, layout=store.layout)
-    plan: Plan | None = module.__dict__.get(PLAN)
-    return adapter.inspect(module) if plan is None else plan
