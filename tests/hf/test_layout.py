@@ -66,9 +66,10 @@ def test_needs_no_more_than_one_expert_s_matrix():
     assert 0 < seen.largest <= 32 * 48 * 4
 
 
-def test_a_whole_model_needs_no_more_than_one_expert_s_matrix():
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_whole_model_needs_no_more_than_one_expert_s_matrix(grad):
     model = zoo.build("gpt_oss").model
-    with Allocations() as seen:
+    with torch.set_grad_enabled(grad), Allocations() as seen:
         accelerate(model)
     largest = max(p.numel() * p.element_size() // p.shape[0] for p in model.parameters() if p.dim() == 3)
     probes = 16 * 128 * 4 * 4  # float32 of the activation's probe, a few at a time

@@ -22,8 +22,7 @@ from moestro.formats import dense
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
-from moestro.hf.projections import Projection, Projections
-from moestro.hf.store import stored_weights
+from moestro.hf.store import Projection, Projections, stored_weights
 from moestro.ops.expert_mlp import run
 from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
@@ -146,6 +145,7 @@ def settle(module: nn.Module, plan: Plan) -> Plan:
     """Rearrange transposed parameters where that is safe, and remember the plan in the module."""
     if plan.flags.transposed:
         separate_state(module)
+        plan.built.clear()  # views of the parameters
         with SETTLING:
             layouts = [make_k_contiguous(getattr(module, name)) for name in (plan.flags.up_name, "down_proj")]
         plan = replace(plan, layout=next((text for text in layouts if text != K_CONTIGUOUS), K_CONTIGUOUS))

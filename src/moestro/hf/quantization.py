@@ -30,11 +30,10 @@ from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
 from moestro.formats.encode import Search
 from moestro.hf.dense import check_choice, check_projections, serve_projections
-from moestro.hf.projections import Projection
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
 from moestro.hf.sources import Quantization, Reader, check_form
-from moestro.hf.store import KINDS, STORE, ExpertStore, Recipe, Stored, find_in_state
+from moestro.hf.store import KINDS, STORE, ExpertStore, Projection, Recipe, Stored, find_in_state
 from moestro.types import InputFormat
 from moestro.weights import check_input_format, quantize_experts
 
@@ -110,6 +109,8 @@ class MoestroQuantizer(HfQuantizer):
     """Keeps experts as their checkpoint stores them, or quantises them as they are read, one matrix at a time."""
 
     requires_calibration = False
+    is_trainable = True
+    is_compileable = True
 
     def __init__(self, quantization_config: MoestroConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -224,14 +225,6 @@ class MoestroQuantizer(HfQuantizer):
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
 
 def _show(bar: Any, done: int, total: int) -> None:
     bar.total, bar.n = total, done
@@ -287,9 +280,9 @@ def _device_of(model: Any, layer: Found) -> torch.device:
     """Where the layer's other weights are: of its own module, or of the nearest one around it that has any."""
     path = layer.path
     while True:
-        for parameter in model.get_submodule(path).parameters():
-            if parameter.device.type != "meta":
-                return torch.device(parameter.device)
-        if not path:
-            return torch.device("cpu")
+        device: torch.device | None = next(
+            (p.device for p in model.get_submodule(path).parameters() if not p.is_meta), None
+        )
+        if device is not None or not path:
+            return device or torch.device("cpu")
         path = path.rpartition(".")[0]

@@ -22,9 +22,8 @@ from moestro.formats import FORMATS, WeightFormat, find_format
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.models import explained, read_config
 from moestro.hf.names import NameMap
-from moestro.hf.projections import Projection, Projections
 from moestro.hf.serving import Found, find
-from moestro.hf.store import KINDS, Part, Recipe, Stored
+from moestro.hf.store import KINDS, Part, Projection, Projections, Recipe, Stored
 
 OPERATION = "load"
 QUANTIZED = ("fp8", "mxfp4", "moestro")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moestro.formats import SplitTensor, StoredExperts, dense
 from moestro.hf.experts import PLAN, Plan, refuse
-from moestro.hf.projections import Find
+from moestro.hf.store import Find
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter, is_recorded, plain, recall, remember
 from moestro.hf.layout import STRIDED
-from moestro.hf.projections import Projection, Projections
-from moestro.hf.store import stored_weights
+from moestro.hf.store import Projection, Projections, stored_weights
 from moestro.weights import ExpertWeights
 
 

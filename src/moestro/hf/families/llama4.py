@@ -14,8 +14,7 @@ from torch import Tensor
 from moestro.hf import experts
 from moestro.hf.experts import Flags, Plan
 from moestro.hf.families.base import Adapter, plain, remember
-from moestro.hf.projections import Projections
-from moestro.hf.store import stored_weights
+from moestro.hf.store import Projections, stored_weights
 
 TRANSPOSED = Flags(transposed=True)
 
