@@ -1,9 +1,7 @@
 """The experts implementation: what runs where Transformers calls an experts module.
 
-An experts module of the interface holds ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [E, ., .], perhaps biases,
-and says by flags how they are laid out. `plan_of` reads the flags once and checks them against shapes and against the
-module's own gate; `serve` looks at the parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and
-training.
+`plan_of` reads the module's flags once and checks them against its shapes and its own gate; `serve` looks at the
+parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and training.
 """
 
 from __future__ import annotations
@@ -224,12 +222,7 @@ def model_routing(expert_ids: Tensor, routing_weights: Tensor) -> Routing:
 
 
 def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states.
-
-    Args:
-        hidden_states: [..., H].
-        routing, weights, strategy: as for `moestro.expert_mlp`; ids may lie beyond the experts.
-    """
+    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
     rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     form = weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:

@@ -180,11 +180,7 @@ def _finite(name: str) -> Iterator[None]:
 
 
 class Streamer(BaseStreamer):
-    """Turns tokens into text as they come, holding back a character whose bytes are not all there yet.
-
-    Args:
-        tokenizer: decodes.
-        on_text: receives the pieces.
+    """Turns tokens into pieces of text as they come, holding back a character whose bytes are not all there yet.
 
     Attributes:
         text: all pieces so far.
@@ -249,13 +245,7 @@ def check(text_model: TextModel, prompt: str, sampling: Sampling, chat: bool = F
 
 
 def check_length(name: str, tokenizer: Any, context: int | None, request: tuple[str, Sampling, bool]) -> None:
-    """Refuse a prompt that the tokenizer or the context cannot take, before weights are loaded.
-
-    Args:
-        name: of the model, for the message.
-        tokenizer, context: the model's.
-        request: prompt, sampling, chat.
-    """
+    """Refuse a request (prompt, sampling, chat) that tokenizer or context cannot take, before weights are read."""
     prompt, sampling, chat = request
     _new_tokens(name, context, sampling, _tokens(name, tokenizer, prompt, chat)["input_ids"].shape[1])
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,7 @@ def find_model(name: str | Path, operation: str) -> str:
 def read_config(source: str | Path, operation: str, checkpoint: Checkpoint | None = None) -> Any:
     """The configuration of the model in a folder, or of this hub id.
 
-    Args:
-        source: the folder or the id.
-        operation: for errors.
-        checkpoint: the files in the folder, with which its sizes are compared before Transformers makes lists of them.
+    Its sizes are compared with the files, where a checkpoint is given, before Transformers makes lists of them.
 
     Raises:
         InvalidInputError: there is none, Transformers cannot read it, or the files cannot have its sizes.
@@ -114,44 +112,35 @@ def _check_sizes(folder: Path, checkpoint: Checkpoint | None, operation: str) ->
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return
-    widest, layers = (None, None) if checkpoint is None else _largest(checkpoint)
-    for part in _objects(config):
-        for key, value in part.items():
-            if type(value) is not int:
-                continue
-            deep, wide = _LAYERS.search(key), _WIDTHS.search(key)
-            if (value < 0 and (deep or wide)) or (value < 1 and key in _NEVER_ZERO):
-                raise _no_such_size(path, operation, f"{key} {value}", "a size above 0")
-            if deep and layers is not None and value > layers:
-                raise _no_such_size(
-                    path, operation, f"{key} {value}", f"no more than the {layers} layers that the files name"
-                )
-            if wide and widest is not None and value > widest:
-                raise _no_such_size(
-                    path, operation, f"{key} {value}", f"no more than {widest}, the largest size in the files"
-                )
-
-
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object of a configuration that has sizes: it, and those in it."""
-    pending = [value]
-    while pending:
-        found = pending.pop()
-        if isinstance(found, dict):
-            yield found
-            pending += [inner for key, inner in found.items() if key != "quantization_config"]
+    widest, layers = (math.inf, math.inf) if checkpoint is None else _largest(checkpoint)
+    for key, value in ((key, value) for part in _sizes(config) for key, value in part.items()):
+        deep, wide = _LAYERS.search(key), _WIDTHS.search(key)
+        if (value < 0 and (deep or wide)) or (value < 1 and key in _NEVER_ZERO):
+            raise _no_such_size(path, operation, key, value, "a size above 0")
+        if deep and value > layers:
+            raise _no_such_size(path, operation, key, value, f"no more than the {layers} layers that the files name")
+        if wide and value > widest:
+            raise _no_such_size(path, operation, key, value, f"no more than {widest}, the largest size in the files")
 
 
 def _check_top_k(source: str | Path, config: Any, operation: str) -> None:
     """Refuse a configuration that sends a token to more experts than there are, or to none."""
-    for part in _objects(config):
-        experts = [
-            value for key, value in part.items() if _EXPERTS.search(str(key)) and type(value) is int and value > 0
-        ]
+    for part in _sizes(config):
+        experts = max((value for key, value in part.items() if _EXPERTS.search(key)), default=0)
         for key, value in part.items():
-            if experts and _TOP_K.search(str(key)) and type(value) is int and not 1 <= value <= max(experts):
-                needs = f"a number from 1 to that of the experts, {max(experts)}"
-                raise _no_such_size(source, operation, f"{key} {value}", needs)
+            if experts > 0 and _TOP_K.search(key) and not 1 <= value <= experts:
+                needs = f"a number from 1 to that of the experts, {experts}"
+                raise _no_such_size(source, operation, key, value, needs)
+
+
+def _sizes(config: Any) -> Iterator[dict[str, int]]:
+    """The whole numbers of a configuration, and of each object in it."""
+    pending = [config]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, dict):
+            yield {str(key): value for key, value in found.items() if type(value) is int}
+            pending += [inner for key, inner in found.items() if key != "quantization_config"]
 
 
 def _largest(checkpoint: Checkpoint) -> tuple[int, int]:
@@ -164,9 +153,9 @@ def _largest(checkpoint: Checkpoint) -> tuple[int, int]:
     return widest, layers
 
 
-def _no_such_size(path: str | Path, operation: str, got: str, needs: str) -> InvalidInputError:
+def _no_such_size(path: str | Path, operation: str, key: str, value: int, needs: str) -> InvalidInputError:
     fix = "Check config.json, or download the model again."
-    return invalid_input(operation, got=f"{path} with {got}", needs=needs, fix=fix)
+    return invalid_input(operation, got=f"{path} with {key} {value}", needs=needs, fix=fix)
 
 
 def find_device(name: torch.device | str, operation: str) -> torch.device:
@@ -192,14 +181,7 @@ def find_device(name: torch.device | str, operation: str) -> torch.device:
 def fitting(
     operation: str, source: str | Path, dtype: torch.dtype | str | None = None, format: str | None = None
 ) -> Iterator[None]:
-    """Say that memory ran out, if that is what happened, and what would take less.
-
-    Args:
-        operation: for the message.
-        source: the model, for the message.
-        dtype: of its weights, if that is known.
-        format: what its experts are quantised to.
-    """
+    """Say that memory ran out, if it did, and what takes less than weights of this dtype, experts of this format."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

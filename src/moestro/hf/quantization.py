@@ -7,7 +7,7 @@ load it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.logging import tqdm
@@ -33,7 +33,7 @@ from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
 from moestro.hf.sources import Quantization, Reader, check_form
-from moestro.hf.store import KINDS, STORE, ExpertStore, Projection, Recipe, Stored, find_in_state
+from moestro.hf.store import KINDS, STORE, ExpertStore, Recipe, Stored, find_in_state
 from moestro.types import InputFormat
 from moestro.weights import check_input_format, quantize_experts
 
@@ -206,9 +206,8 @@ class MoestroQuantizer(HfQuantizer):
         packed = quantize_experts(stored, wanted, search, recipe.target, lambda e: self._release(recipe, e))
         kinds = {kind: getattr(packed, kind) for kind in KINDS if getattr(packed, kind) is not None}
         part = {kind: (f"{recipe.target}_{kind}",) for kind in kinds}
-        plain = Projection(recipe.projection.name, recipe.projection.parameters)
         tensors = {name: kinds[kind] for kind, (name,) in part.items()}
-        return replace(recipe, projection=plain, format=wanted, parts=(part,), apart=False), tensors
+        return Recipe(recipe.target, recipe.shape, wanted, (part,)), tensors
 
     def _release(self, recipe: Recipe, expert: int) -> None:
         """Give back the memory that an expert's bytes took up when they were read from their file."""
@@ -286,3 +285,70 @@ def _device_of(model: Any, layer: Found) -> torch.device:
         if device is not None or not path:
             return device or torch.device("cpu")
         path = path.rpartition(".")[0]
+
+
+class KeepsExperts(HfQuantizer):
+    """A quantizer of Transformers that hands over to moestro's where that was asked for; mixed in before its class.
+
+    Without a GPU, Transformers dequantises FP8 and MXFP4 checkpoints as a whole, or refuses them. Then, with
+    ``experts_implementation="moestro"`` and without ``dequantize=True``, experts stay as stored.
+    """
+
+    pre_quantized: bool
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._published = dict(quantization_config.to_dict())
+        self._dequantize = bool(getattr(quantization_config, "dequantize", False))  # Mxfp4Config leaves it out above
+        self._own: MoestroQuantizer | None = None
+        self._check: Callable[[], object] | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Put off what Transformers' own way asks for, or warns of, where that way may not be taken."""
+        check = partial(super().validate_environment, *args, **kwargs)
+        if self.pre_quantized and not self._dequantize and not _has_gpu():
+            self._check = check
+        else:
+            check()
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        """Decide, before weights are read."""
+        served = getattr(model.config, "_experts_implementation", None) == METHOD
+        if served and self._check is not None:
+            rest = {name: getattr(value, "value", value) for name, value in self._published.items()}
+            config = MoestroConfig(rest=rest)
+            config.source = rest
+            self._own = MoestroQuantizer(config, pre_quantized=True)
+            self.pre_quantized = False
+            self._own.preprocess_model(model, dtype=dtype, **kwargs)
+            return
+        if self._check is not None:
+            self._check()
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Transformers' own, unless moestro reads what is quantised. Transformers before 5.21 passes no model."""
+        if self._own is not None:
+            return weight_conversions
+        found: list[Any] = super().update_weight_conversions(weight_conversions, *args)
+        return found
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        """After weights were read."""
+        if self._own is None:
+            return super().postprocess_model(model, **kwargs)
+        model.hf_quantizer = self._own
+        return self._own.postprocess_model(model, **kwargs)
+
+
+def _has_gpu() -> bool:
+    """Whether Transformers has kernels of its own for these checkpoints here."""
+    return torch.cuda.is_available() or torch.xpu.is_available()
+
+
+def register() -> None:
+    """Put such classes in the places of Transformers' own; a second call changes nothing."""
+    for method in ("fp8", "mxfp4"):
+        own = AUTO_QUANTIZER_MAPPING[method]
+        if not issubclass(own, KeepsExperts):
+            AUTO_QUANTIZER_MAPPING[method] = type(f"Keeps{own.__name__}", (KeepsExperts, own), {})

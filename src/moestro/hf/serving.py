@@ -131,7 +131,7 @@ def accelerate(
 
 @dataclass(frozen=True)
 class Found:
-    """An expert layer of a model that can be served: where it is, and by what."""
+    """An expert layer of a model that can be served."""
 
     path: str
     module: nn.Module

@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import dot_natural_key
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
 from moestro.checkpoint.scheme import METHOD, check_keys, format_for
@@ -21,7 +22,6 @@ from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS, WeightFormat, find_format
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.models import explained, read_config
-from moestro.hf.names import NameMap
 from moestro.hf.serving import Found, find
 from moestro.hf.store import KINDS, Part, Projection, Projections, Recipe, Stored
 
@@ -117,12 +117,7 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
 
 
 def take_quantization(config: Any) -> dict[str, Any] | None:
-    """Remove the quantisation config from a model's configuration, and return it.
-
-    Raises:
-        UnsupportedError: it is of a method that moestro cannot read.
-        InvalidInputError: it is not of the form that Transformers and moestro write.
-    """
+    """Remove the quantisation config from a model's configuration, and return it; errors as of `Quantization.of`."""
     found: dict[str, Any] | None = None
     with explained(OPERATION, config.name_or_path, "one configuration of its text model", "Check config.json."):
         text = config.get_text_config()
@@ -132,7 +127,7 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
             found = given.to_dict() if hasattr(given, "to_dict") else given
             del part.quantization_config
     Quantization.of(found)
-    return None if found is None else dict(found)
+    return found
 
 
 def model_class(config: Any) -> Any:
@@ -145,13 +140,57 @@ def model_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-class Reader:
-    """Finds the weights of a model in its checkpoint; only the headers of the files are read.
+class NameMap:
+    """The keys of a checkpoint by the parameters of a model that they belong to, as Transformers would rename them.
 
-    Args:
-        model: made of empty parameters.
-        checkpoint: the files.
-        quantization: how they are stored.
+    `more` are names that the model has no parameter of, and a checkpoint may yet hold tensors for.
+    """
+
+    def __init__(self, model: Any, keys: Sequence[str], more: Iterable[str] = ()) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        parameters = {**model.state_dict(), **dict.fromkeys(more, True)}
+        self._keys: dict[str, dict[str | None, list[str]]] = {}
+        for key in sorted(keys, key=dot_natural_key):
+            renamed, pattern = rename_source_key(key, renamings, self._converters, model.base_model_prefix, parameters)
+            if renamed not in parameters and key in parameters:
+                renamed, pattern = key, None
+            self._keys.setdefault(renamed, {}).setdefault(pattern, []).append(key)
+
+    def single(self, name: str) -> str | None:
+        """The key of a tensor that is stored as it is, under this name or one that is renamed to it."""
+        found = self._keys.get(name, {}).get(None)
+        return found[0] if found else None
+
+    def keys(self, name: str) -> list[str]:
+        """Every key that is renamed to this name, or that a parameter of this name is made of."""
+        return [key for keys in self._keys.get(name, {}).values() for key in keys]
+
+    def parts(self, parameter: str) -> list[tuple[str, ...]]:
+        """The keys of what a parameter is concatenated of along its rows: each of one tensor, or of one an expert.
+
+        Raises:
+            UnsupportedError: Transformers does more than join its tensors.
+        """
+        found = self._keys.get(parameter, {})
+        if None in found or not found:
+            return [(key,) for key in found.get(None, [])[:1]]
+        patterns = {p: c for c in self._converters for p in c.source_patterns if p in found}
+        (converter,) = {id(c): c for c in patterns.values()}.values()
+        steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+        if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+            raise unsupported(
+                OPERATION,
+                got=f"{parameter}, which Transformers converts by {', '.join(name for name, _ in steps)}",
+                needs="experts stored as they are, one by one or stacked",
+                fix=_THROUGH_TRANSFORMERS,
+            )
+        return [tuple(found[p]) for p in converter.source_patterns if p in found]
+
+
+class Reader:
+    """Finds the weights of a model, made of empty parameters, in its checkpoint; only headers of files are read.
 
     Attributes:
         layers: the model's expert layers, and how each is stored.
@@ -184,7 +223,7 @@ class Reader:
                 parts = self._with_scales(self._parts(parameter, 1))
                 shape = (1, tensor.shape[0], tensor.shape[-1])
                 form = self._fp8(parts[0])
-                recipe = Recipe(parameter, Projection(parameter, (parameter,)), shape, form, parts, apart=True)
+                recipe = Recipe(parameter, shape, form, parts, apart=True)
                 found.append((self._fitting(recipe), tensor.dtype))
         return found
 
@@ -223,11 +262,10 @@ class Reader:
                 raise self._error(data, "no format for it in config.json", "a quantization_config of moestro")
             stem = data.removesuffix("data")
             part = {kind: (stem + kind,) for kind in KINDS if stem + kind in self._checkpoint}
-            plain = Projection(projection.name, projection.parameters)
-            recipe = Recipe(target, plain, shape, find_format(name), (part,))
+            recipe = Recipe(target, shape, find_format(name), (part,))
         elif blocks is not None:
             scales = self._beside(f"{blocks.removesuffix('_blocks')}_scales", blocks)
-            recipe = Recipe(target, projection, shape, FORMATS["mxfp4"], ({"data": (blocks,), "scales": (scales,)},))
+            recipe = Recipe(target, shape, FORMATS["mxfp4"], ({"data": (blocks,), "scales": (scales,)},))
         else:
             recipe = self._published(path, target, projection, shape)
         return self._fitting(recipe)
@@ -238,14 +276,14 @@ class Reader:
         dtype = Counter(self._checkpoint.entry(key).dtype for part in parts for key in part).most_common(1)[0][0]
         apart = not projection.flat and len(self._checkpoint.entry(first).shape) == 2
         if dtype in _DENSE:
-            return Recipe(target, projection, shape, _DENSE[dtype], tuple({"data": part} for part in parts), apart)
+            return Recipe(target, shape, _DENSE[dtype], tuple({"data": part} for part in parts), projection, apart)
         if dtype != torch.float8_e4m3fn:
             needs = f"{', '.join(f.name for f in DENSE_FORMATS)}, FP8 e4m3 with scales, MXFP4 blocks, or moestro's own"
             raise self._error(first, f"experts of {dtype}", needs)
         if projection.transposed or projection.flat:
             raise self._error(first, "FP8 experts stored transposed", "FP8 experts stored [N, K]")
         scaled = self._with_scales(parts)
-        return Recipe(target, projection, shape, self._fp8(scaled[0]), scaled, apart)
+        return Recipe(target, shape, self._fp8(scaled[0]), scaled, apart=apart)
 
     def _parts(self, parameter: str, num_experts: int) -> Iterator[tuple[str, ...]]:
         parts = self.names.parts(parameter)

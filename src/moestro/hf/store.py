@@ -32,7 +32,7 @@ Part = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of a module's experts.
+    """One projection of a module's experts, which Transformers keeps in one parameter over all of them, or in two.
 
     Attributes:
         name: what its stored tensors are called after ("gate_up_proj").
@@ -93,18 +93,18 @@ class Recipe:
 
     Attributes:
         target: the projection's full name in the model.
-        projection: how dense tensors are laid out; packed ones are [E, N, .] or [N, .] always.
         shape: the logical [E, N, K].
         format: of all of them.
         parts: rows of each expert, one part after the other.
+        projection: how dense tensors are laid out, if not as [E, N, K] or [N, K].
         apart: whether a single tensor is a matrix, and not a stack: for a single expert the names do not tell.
     """
 
     target: str
-    projection: Projection
     shape: tuple[int, int, int]
     format: WeightFormat
     parts: tuple[Part, ...]
+    projection: Projection | None = None
     apart: bool = False
 
     @property
@@ -140,8 +140,8 @@ class Recipe:
         return self.build({name: checkpoint.tensor(name) for name in self.names})
 
     def _stack(self, tensors: dict[str, Tensor]) -> PackedTensor:
-        data = tensors.pop("data")
-        data = self.projection.stack(data, self.shape[0]) if self.format.is_dense else data.flatten(2)
+        data, projection = tensors.pop("data"), self.projection if self.format.is_dense else None
+        data = data.flatten(2) if projection is None else projection.stack(data, self.shape[0])
         return PackedTensor(data, self.format, **tensors)
 
     def _matrix(self, tensors: dict[str, Tensor]) -> PackedTensor:

@@ -63,20 +63,14 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 
 
 def plain(module: nn.Module, name: str, wanted: type[nn.Module] | str) -> Any:
-    """The sub-module `name`, whose parameters an adapter reads past its forward.
-
-    Args:
-        module: what the adapter serves.
-        name: of the sub-module.
-        wanted: the class it must be, or the name of a class of Transformers.
+    """The sub-module `name`, of a class or of Transformers' class of this name, whose parameters an adapter reads.
 
     Raises:
         UnsupportedError: it is wrapped or replaced (LoRA): what its forward adds would be lost.
     """
     layer = module.get_submodule(name)
     own = type(layer)
-    known = own is wanted or (own.__name__ == wanted and own.__module__.startswith("transformers."))
-    if not known:
+    if own is not wanted and (own.__name__ != wanted or not own.__module__.startswith("transformers.")):
         raise refuse(
             module,
             f"{name} as {own.__module__}.{own.__name__}",
