@@ -11,11 +11,12 @@ from __future__ import annotations
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moestro.hf.config import MoestroConfig
 from moestro.hf.dense import served_projections
 from moestro.hf.experts import serve
 from moestro.hf.loading import load
 from moestro.hf.low_precision import serve_fp8
-from moestro.hf.quantization import MoestroConfig, register
+from moestro.hf.quantization import register
 from moestro.hf.serving import Served, accelerate, served
 
 IMPLEMENTATION = "moestro"

@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moestro.checkpoint import open_checkpoint
-from moestro.checkpoint.scheme import METHOD
 from moestro.errors import invalid_input
+from moestro.hf.config import MoestroConfig
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
-from moestro.hf.quantization import MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
 from moestro.types import InputFormat
 
@@ -75,8 +74,7 @@ def load(
     local = Path(source).is_dir()
     found = open_checkpoint(Path(source)) if local else None  # damage is found before Transformers looks at the files
     config = read_config(source, OPERATION, found)
-    quantization = take_quantization(config)
-    own = _with_kept(wanted, quantization)
+    own = _with_kept(wanted, take_quantization(config))
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     room = partial(fitting, OPERATION, source, dtype if dtype not in (None, "auto") else config.dtype, own.format)
     with readable, room():
@@ -105,14 +103,11 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
         )
 
 
-def _with_kept(wanted: MoestroConfig, quantization: dict[str, Any] | None) -> MoestroConfig:
+def _with_kept(wanted: MoestroConfig, source: MoestroConfig) -> MoestroConfig:
     """What was asked for, and what the checkpoint's own configuration says of the rest."""
-    kept: dict[str, Any] = {}
-    if quantization is not None and quantization.get("quant_method") != METHOD:
-        kept = {"rest": quantization}
-    elif quantization is not None:
-        names = ("rest", "format", "search", "overrides") if wanted.changes_nothing else ("rest",)
-        kept = {name: quantization[name] for name in names if quantization.get(name) is not None}
+    kept: dict[str, Any] = {"rest": source.rest}
+    if wanted.changes_nothing:
+        kept |= {"format": source.format, "search": source.search, "overrides": source.overrides}
     found = MoestroConfig(**vars(wanted) | kept)
-    found.source, found.complete = quantization, True
+    found.source, found.complete = source, True
     return found

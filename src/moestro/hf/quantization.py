@@ -7,101 +7,32 @@ load it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.logging import tqdm
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
-from moestro.checkpoint.scheme import KEYS, MARK, METHOD, VERSION, check_keys, format_for, in_any_order
-from moestro.checkpoint.write import INDEX, SINGLE
+from moestro.checkpoint.scheme import MARK, METHOD, format_for, in_any_order
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
-from moestro.formats.encode import Search
-from moestro.hf.dense import check_choice, check_projections, serve_projections
+from moestro.hf.config import MoestroConfig
+from moestro.hf.dense import check_projections, serve_projections
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
-from moestro.hf.sources import Quantization, Reader, check_form
+from moestro.hf.sources import Reader
 from moestro.hf.store import KINDS, STORE, ExpertStore, Recipe, Stored, find_in_state
-from moestro.types import InputFormat
 from moestro.weights import check_input_format, quantize_experts
-
-SEARCHES = get_args(Search)
-
-
-@register_quantization_config(METHOD)
-class MoestroConfig(QuantizationConfigMixin):
-    """How the experts of a model are stored, for ``from_pretrained(..., quantization_config=MoestroConfig("mxfp4"))``.
-
-    Args:
-        format: the format of every expert, or None to leave each as its checkpoint has it. Routers, attention and all
-            other layers keep their dtype.
-        search: how scales are chosen: "nearest", or "mse" for the least squared error.
-        overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
-            with the format of those that match; the last that matches decides.
-        rest: the quantisation config of the checkpoint's other layers, where they have one.
-        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers;
-            "fp8-e4m3" to multiply 8-bit floats. That is how this run computes, and is not saved.
-        projections: also run every `nn.Linear` of 16 bits in the native engine, as `moestro.accelerate` does. It is not
-            saved either.
-
-    Raises:
-        InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
-            argument that there is not, or a version later than this.
-    """
-
-    def __init__(
-        self,
-        format: str | None = None,
-        search: str = "nearest",
-        overrides: Mapping[str, str] | None = None,
-        rest: Mapping[str, Any] | None = None,
-        input_format: InputFormat = "float",
-        projections: bool = False,
-        **others: Any,
-    ) -> None:
-        check_keys(others, "MoestroConfig")
-        check_form({"format": format, "overrides": overrides, "rest": rest}, "MoestroConfig")
-        check_input_format(input_format, (), "MoestroConfig")
-        check_choice(projections, "MoestroConfig")
-        if search not in SEARCHES:
-            raise invalid_input(
-                "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
-            )
-        self.quant_method = METHOD
-        self.version = VERSION
-        self.format = None if format is None else find_format(format).name
-        self.search = search
-        self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
-        self.rest = None if rest is None else dict(rest)
-        self.input_format = input_format
-        self.projections = projections
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """As every quantisation config; of a config.json, which does not say how a run computes."""
-        check_keys(config_dict, "load")
-        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What is saved."""
-        return {key: value for key, value in super().to_dict().items() if key in KEYS}
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether every expert stays as its checkpoint has it."""
-        return self.format is None and not self.overrides
 
 
 @register_quantizer(METHOD)
@@ -116,8 +47,8 @@ class MoestroQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         given = quantization_config.__dict__
         self._complete = given.pop("complete", False)
-        own = quantization_config.to_dict() if kwargs.get("pre_quantized", True) else None
-        self.source = Quantization.of(given.pop("source", own))
+        own = quantization_config if kwargs.get("pre_quantized", True) else MoestroConfig()
+        self.source: MoestroConfig = given.pop("source", own)
         # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
         self.pre_quantized = False
 
@@ -192,10 +123,9 @@ class MoestroQuantizer(HfQuantizer):
         return model
 
     def _store(self, stored: Stored) -> ExpertStore:
-        pairs = [self._converted(recipe) for recipe in stored.recipes]
-        (gate_up, first), (down, second) = pairs
-        mapped = (gate_up, down) == stored.recipes
-        return ExpertStore(replace(stored, recipes=(gate_up, down), mapped=mapped), first | second)
+        (gate_up, first), (down, second) = (self._converted(recipe) for recipe in stored.recipes)
+        recipes = gate_up, down
+        return ExpertStore(replace(stored, recipes=recipes, mapped=recipes == stored.recipes), first | second)
 
     def _converted(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
         """A projection in the format that it is to have, and its tensors."""
@@ -262,10 +192,7 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
             needs="safetensors files, whose tensors can be used where they are",
             fix="Save the model again with save_pretrained.",
         )
-    folder = paths[0].parent
-    found = {path.name for path in folder.glob("*.safetensors")}
-    named = SINGLE in found or (folder / INDEX).is_file()  # Transformers also takes variants, which have other names
-    return open_checkpoint(folder if named and found == {path.name for path in paths} else paths)
+    return open_checkpoint(paths)
 
 
 def _leave_alone(model: Any, reader: Reader, path: str) -> None:
@@ -316,9 +243,7 @@ class KeepsExperts(HfQuantizer):
         served = getattr(model.config, "_experts_implementation", None) == METHOD
         if served and self._check is not None:
             rest = {name: getattr(value, "value", value) for name, value in self._published.items()}
-            config = MoestroConfig(rest=rest)
-            config.source = rest
-            self._own = MoestroQuantizer(config, pre_quantized=True)
+            self._own = MoestroQuantizer(MoestroConfig(rest=rest), pre_quantized=True)
             self.pre_quantized = False
             self._own.preprocess_model(model, dtype=dtype, **kwargs)
             return

@@ -17,7 +17,7 @@ from moestro.hf.activation import describe
 from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
-from moestro.hf.families.base import Adapter, present
+from moestro.hf.families.base import INTERFACE, Adapter, present
 from moestro.hf.low_precision import FP8, MXFP4
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -25,11 +25,6 @@ from moestro.types import InputFormat
 from moestro.weights import check_input_format
 
 Model = TypeVar("Model", bound=nn.Module)
-
-INTERFACE = Adapter(
-    "experts interface", "*", experts.inspect, experts.settle, experts.serve, projections=experts.projections
-)
-"""Every experts module that Transformers' own decorator prepared."""
 
 _ADAPTERS = {**ADAPTERS, FP8.module: FP8, MXFP4.module: MXFP4}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +16,19 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from moestro.checkpoint import Checkpoint, ExpertSource, open_checkpoint
-from moestro.checkpoint.scheme import METHOD, check_keys, format_for
+from moestro.checkpoint.scheme import format_for
 from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS, WeightFormat, find_format
 from moestro.formats.dense import DENSE_FORMATS
+from moestro.hf.config import MoestroConfig
 from moestro.hf.models import explained, read_config
 from moestro.hf.serving import Found, find
 from moestro.hf.store import KINDS, Part, Projection, Projections, Recipe, Stored
 
 OPERATION = "load"
-QUANTIZED = ("fp8", "mxfp4", "moestro")
-"""Transformers' names of the methods whose checkpoints are read as they are."""
-
 _DENSE = {f.storage: f for f in DENSE_FORMATS}
 _AS_SAVED = "Download or save the checkpoint again."
 _THROUGH_TRANSFORMERS = "Load the model with Transformers, and call moestro.accelerate on it."
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """What a checkpoint's configuration says of how it is stored.
-
-    Attributes:
-        method: "" for none, or Transformers' name of it ("fp8", "mxfp4", "moestro").
-        block_size: of fp8 scales, or None for one scale a tensor.
-        format: of the experts that moestro quantised.
-        overrides: patterns on a projection's full name, and the format of those that match; the last one decides.
-    """
-
-    method: str = ""
-    block_size: tuple[int, int] | None = None
-    format: str | None = None
-    overrides: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> Quantization:
-        """Read the `quantization_config` of a config.json.
-
-        Raises:
-            UnsupportedError: a method whose experts moestro cannot read as they are.
-            InvalidInputError: it is not of the form that Transformers and moestro write, or of a later version.
-        """
-        if config is None:
-            return cls()
-        check_form(config, OPERATION)
-        method = str(getattr(config.get("quant_method"), "value", config.get("quant_method", "")))
-        if method == METHOD:
-            check_keys(config, OPERATION)
-            rest = cls.of(config.get("rest"))
-            return cls(rest.method or method, rest.block_size, config.get("format"), config.get("overrides") or {})
-        if method not in QUANTIZED:
-            raise unsupported(
-                OPERATION,
-                got=f"a checkpoint quantised by {method or 'an unnamed method'}",
-                needs="one in bfloat16, float16 or float32, in published FP8 or MXFP4, or quantised by moestro",
-                fix=_THROUGH_TRANSFORMERS,
-            )
-        size = config.get("weight_block_size")
-        return cls(method, None if size is None else (int(size[0]), int(size[1])))
-
-
-def check_form(config: Any, operation: str) -> None:
-    """Raise unless a `quantization_config` has the form that its readers rely on."""
-    found = config if isinstance(config, Mapping) else {}
-    size, overrides = found.get("weight_block_size"), found.get("overrides") or {}
-    sizes = size is None or (isinstance(size, list | tuple) and [type(n) for n in size] == [int, int])
-    mapping = overrides if isinstance(overrides, Mapping) else {"": None}
-    names = [*mapping.values(), found.get("format") or ""]
-    objects = isinstance(config, Mapping) and isinstance(found.get("rest") or {}, Mapping)
-    if not objects or not sizes or not all(isinstance(name, str) for name in names):
-        raise invalid_input(
-            operation,
-            got=f"quantization_config {config!r}",
-            needs="a JSON object, its weight_block_size two whole numbers and its overrides formats by pattern",
-            fix="Check config.json, or download it again.",
-        )
 
 
 def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource]]:
@@ -102,7 +39,7 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     """
     checkpoint = open_checkpoint(Path(folder))
     config = read_config(folder, OPERATION, checkpoint)
-    quantization = Quantization.of(take_quantization(config))
+    quantization = take_quantization(config)
     fix = "Check config.json, or update Transformers."
     with explained(OPERATION, folder, "a configuration that a model can be made of", fix):
         with torch.device("meta"):
@@ -116,9 +53,9 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     )
 
 
-def take_quantization(config: Any) -> dict[str, Any] | None:
-    """Remove the quantisation config from a model's configuration, and return it; errors as of `Quantization.of`."""
-    found: dict[str, Any] | None = None
+def take_quantization(config: Any) -> MoestroConfig:
+    """Remove the quantisation config from a model's configuration, and return it; errors as of `MoestroConfig.of`."""
+    found: Any = None
     with explained(OPERATION, config.name_or_path, "one configuration of its text model", "Check config.json."):
         text = config.get_text_config()
     for part in (config, text):
@@ -126,8 +63,7 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
         if given is not None:
             found = given.to_dict() if hasattr(given, "to_dict") else given
             del part.quantization_config
-    Quantization.of(found)
-    return found
+    return MoestroConfig.of(found)
 
 
 def model_class(config: Any) -> Any:
@@ -201,7 +137,7 @@ class Reader:
         InvalidInputError: tensors are missing, or of other shapes or dtypes than the model and the format say.
     """
 
-    def __init__(self, model: Any, checkpoint: Checkpoint, quantization: Quantization) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, quantization: MoestroConfig) -> None:
         self._checkpoint, self._quantization = checkpoint, quantization
         with torch.device("cpu"):  # Transformers builds models with the meta device as the default
             places = [_place(model, layer) for layer in find(model)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moestro.formats import SplitTensor, StoredExperts, dense
+from moestro.hf import experts
 from moestro.hf.experts import PLAN, Plan, refuse
 from moestro.hf.store import Find
 
@@ -37,6 +38,12 @@ class Adapter:
     layout: str = ""
     projections: Find | None = None
     left: tuple[str, ...] = ()
+
+
+INTERFACE = Adapter(
+    "experts interface", "*", experts.inspect, experts.settle, experts.serve, projections=experts.projections
+)
+"""Every experts module that Transformers' own decorator prepared."""
 
 
 def present(module: nn.Module) -> None:

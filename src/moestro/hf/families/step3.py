@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from moestro.hf import experts
-from moestro.hf.families.base import Adapter
+from dataclasses import replace
 
-STEP3P7 = Adapter(
-    "Step-3.7",
-    "Step3p7Experts",
-    experts.inspect,
-    experts.settle,
-    experts.serve,
-    "clamp after the activation",
-    projections=experts.projections,
-)
+from moestro.hf.families.base import INTERFACE
+
+STEP3P7 = replace(INTERFACE, family="Step-3.7", module="Step3p7Experts", layout="clamp after the activation")
