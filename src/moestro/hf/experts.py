@@ -182,8 +182,8 @@ def kept(
 def projections(module: nn.Module, plan: Plan) -> Projections:
     """The parameters that hold the experts of a module of the interface."""
     name, transposed = plan.flags.up_name, plan.flags.transposed
-    gate_up, down = Projection(name, (name,), transposed), Projection("down_proj", ("down_proj",), transposed)
-    return Projections("", gate_up, down, int(module.get_parameter("down_proj").shape[0]), plan.activation)
+    both = Projection(name, (name,), transposed), Projection("down_proj", ("down_proj",), transposed)
+    return Projections("", both, int(module.get_parameter("down_proj").shape[0]), plan.activation)
 
 
 def serve(
@@ -235,27 +235,15 @@ def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, st
 
 def activation_of(module: nn.Module, gated: bool) -> Activation:
     """What the module computes between its two matmuls: data where that is what it does, else its own function."""
-    function, act = gate_of(module, gated), getattr(module, "act_fn", None)
+    act: Callable[[Tensor], Tensor] = getattr(module, "act_fn", torch.nn.functional.silu)
+    function = (getattr(module, "_apply_gate", None) or partial(glu, act)) if gated else act
     if isinstance(act, nn.Module) and act.state_dict():
         return Activation(kind="custom", gated=gated, function=function)  # its numbers may change, or be trained
-    return recognise(function, gated, constants_of(module))
-
-
-def gate_of(module: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:
-    """The module's own function between the two matmuls."""
-    act: Callable[[Tensor], Tensor] = getattr(module, "act_fn", torch.nn.functional.silu)
-    if not gated:
-        return act
-    own: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
-    return partial(glu, act) if own is None else own
+    limits_and_slopes = tuple(v for v in vars(module).values() if isinstance(v, float))
+    return recognise(function, gated, limits_and_slopes)
 
 
 def glu(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     """``act(gate) * up`` for z [..., 2 * I] that holds gate and then up."""
     gate, up = z.chunk(2, dim=-1)
     return act(gate) * up
-
-
-def constants_of(module: nn.Module) -> tuple[float, ...]:
-    """The float attributes of a module: where the limits and slopes of its gate are kept."""
-    return tuple(v for v in vars(module).values() if isinstance(v, float))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,18 +21,8 @@ from moestro.checkpoint import Checkpoint
 from moestro.errors import InvalidInputError, MoestroError, invalid_input
 
 _OF_OTHERS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    StrictDataclassError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError),
+    *(TypeError, ValueError, SafetensorError, StrictDataclassError),
 )
 _SENTENCE = 200
 """The most characters that are repeated of what another library says."""
@@ -52,10 +43,7 @@ def find_model(name: str | Path, operation: str) -> str:
     Raises:
         InvalidInputError: a folder without config.json, or a path where there is no folder.
     """
-    try:
-        folder = Path(name).expanduser()
-    except RuntimeError:  # "~name" of nobody here
-        folder = Path(name)
+    folder = Path(os.path.expanduser(name))
     if (folder / "config.json").is_file():
         return str(folder)
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):

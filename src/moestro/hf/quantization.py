@@ -91,11 +91,11 @@ class MoestroQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        expert_parameters = {name for _, stored in self._layers for name in stored.projections.parameters}
+        gone = {name for _, stored in self._layers for name in stored.projections.parameters}
         model._weight_conversions = [
-            conversion
-            for conversion in getattr(model, "_weight_conversions", None) or []
-            if not any(target.split(".")[-1] in expert_parameters for target in _targets_of(conversion))
+            each
+            for each in getattr(model, "_weight_conversions", None) or []
+            if not isinstance(each, WeightConverter) or not gone & {t.split(".")[-1] for t in each.target_patterns}
         ]
         for recipe, dtype in self._scaled:
             module, name = get_module_from_name(model, recipe.target)
@@ -125,7 +125,7 @@ class MoestroQuantizer(HfQuantizer):
     def _store(self, stored: Stored) -> ExpertStore:
         (gate_up, first), (down, second) = (self._converted(recipe) for recipe in stored.recipes)
         recipes = gate_up, down
-        return ExpertStore(replace(stored, recipes=recipes, mapped=recipes == stored.recipes), first | second)
+        return ExpertStore(replace(stored, recipes=recipes), first | second, mapped=recipes == stored.recipes)
 
     def _converted(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
         """A projection in the format that it is to have, and its tensors."""
@@ -177,10 +177,6 @@ def _targets(layers: list[tuple[Found, Stored]], config: MoestroConfig) -> dict[
             fix="A format is for experts only; routers and other layers keep their dtype.",
         )
     return targets
-
-
-def _targets_of(conversion: Any) -> list[str]:
-    return list(conversion.target_patterns) if isinstance(conversion, WeightConverter) else []
 
 
 def _open(files: Sequence[str] | None) -> Checkpoint:

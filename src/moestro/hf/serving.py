@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from moestro.hf.activation import describe
 from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
-from moestro.hf.families.base import INTERFACE, Adapter, present
+from moestro.hf.families.base import INTERFACE, Adapter
 from moestro.hf.low_precision import FP8, MXFP4
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -89,9 +88,8 @@ def accelerate(
     Raises:
         InvalidInputError: an unknown strategy or input_format, or projections that are neither True nor False.
         UnsupportedError: a dense model, or one with an expert layer that cannot be served or with experts in a list of
-            modules; it names the layer. An
-            input_format of int8 where experts are not stored as integers. Projections where no linear module has
-            16 bits.
+            modules; it names the layer. An input_format of int8 where experts are not stored as integers. Projections
+            where no linear module has 16 bits.
     """
     parse_strategy(strategy, "accelerate")
     check_choice(projections, "accelerate")
@@ -110,9 +108,10 @@ def accelerate(
                 needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
                 fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
             )
-        if layer.adapter.settle is not experts.settle:  # it will read weights past the calls that bring them to memory
-            with _refusing(model, layer.path, layer.module):
-                present(layer.module)
+        reads_past_calls = layer.adapter.settle is not experts.settle  # which bring offloaded weights to memory
+        if reads_past_calls and any(t.is_meta for t in layer.module.parameters()):
+            reason = "weights on the meta device (offloaded, or not loaded yet), where moestro needs them in memory"
+            raise _refusal(model, layer.path, type(layer.module).__name__, reason)
     for layer in fresh:
         layer.adapter.settle(layer.module, layer.plan)
     for layer in found:
@@ -140,10 +139,25 @@ def find(model: nn.Module) -> list[Found]:
     Raises:
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
     """
-    found = []
-    for path, module, adapter in _find(model):
-        with _refusing(model, path, module):
-            found.append(Found(path, module, adapter, _plan(module, adapter)))
+    found: list[Found] = []
+    inner: set[nn.Module] = set()  # of modules that were dealt with as a whole
+    for path, module in model.named_modules():
+        name, adapter = type(module).__name__, adapter_of(module)
+        if module in inner:
+            continue
+        if adapter is not None or (name in LEFT and _of_transformers(module)):
+            inner.update(module.modules())
+        elif name in REFUSED:
+            raise _refusal(model, path, name, REFUSED[name])
+        elif routes(name) and all(adapter_of(m) is None for m in module.modules()):
+            reason = "moestro has no adapter for it, and Transformers' experts interface misses it"
+            raise _refusal(model, path, name, reason, _ELSEWHERE)
+        if adapter is not None:
+            try:
+                found.append(Found(path, module, adapter, _plan(module, adapter)))
+            except UnsupportedError as error:
+                reason = error.reason if isinstance(error, RefusedError) else str(error)
+                raise _refusal(model, path, name, reason) from error
     if not found:
         _check_lists(model)
         raise unsupported(
@@ -182,25 +196,6 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     return adapter
 
 
-def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
-    """Every module to serve; raises for a layer that routes and is not known."""
-    inner: set[nn.Module] = set()  # of modules that were dealt with as a whole
-    for path, module in model.named_modules():
-        name, adapter = type(module).__name__, adapter_of(module)
-        if module in inner:
-            continue
-        if adapter is not None:
-            inner.update(module.modules())
-            yield path, module, adapter
-        elif name in LEFT and _of_transformers(module):
-            inner.update(module.modules())
-        elif name in REFUSED:
-            raise _refusal(model, path, name, REFUSED[name])
-        elif routes(name) and all(adapter_of(m) is None for m in module.modules()):
-            reason = "moestro has no adapter for it, and Transformers' experts interface misses it"
-            raise _refusal(model, path, name, reason, _ELSEWHERE)
-
-
 def _check_lists(model: nn.Module) -> None:
     """Refuse a model that has experts after all, in lists of modules whose classes nothing here knows."""
     modules = dict(model.named_modules())
@@ -237,16 +232,6 @@ def _plan(module: nn.Module, adapter: Adapter, known: Plan | None = None) -> Pla
     if store is not None:
         return Plan(store.stored.projections.activation, layout=store.layout)
     return known or adapter.inspect(module)
-
-
-@contextmanager
-def _refusing(model: nn.Module, path: str, module: nn.Module) -> Iterator[None]:
-    """Name the model and the layer in what a module refuses."""
-    try:
-        yield
-    except UnsupportedError as error:
-        reason = error.reason if isinstance(error, RefusedError) else str(error)
-        raise _refusal(model, path, type(module).__name__, reason) from error
 
 
 def _refusal(model: nn.Module, path: str, name: str, reason: str, fix: str = _RUNS) -> UnsupportedError:

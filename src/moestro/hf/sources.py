@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -148,7 +148,7 @@ class Reader:
         for layer, path, projections in places:
             holder = model.get_submodule(path)
             gate_up, down = (self._recipe(path, holder, projections, p) for p in projections.both)
-            self.layers.append((layer, Stored(path, projections, (gate_up, down), mapped=True)))
+            self.layers.append((layer, Stored(path, projections, (gate_up, down))))
 
     def scaled(self, model: Any) -> list[tuple[Recipe, torch.dtype]]:
         """How the plain weights [N, K] that are stored in FP8 are read, and the dtype that the model has them in."""
@@ -174,18 +174,15 @@ class Reader:
             if not self.names.keys(name):
                 raise self._missing(name)
             key = self.names.single(name)
-            if key is not None:
-                self._check(key, tensor)
-
-    def _check(self, key: str, tensor: Tensor) -> None:
-        """Raise unless a tensor of the checkpoint can become this one of the model."""
-        entry = self._checkpoint.entry(key)
-        if tuple(entry.shape) != tuple(tensor.shape):
-            needs = f"{list(tensor.shape)}, as the model's configuration says"
-            raise self._error(key, f"a tensor of shape {list(entry.shape)}", needs)
-        if (entry.dtype in _DENSE) != tensor.is_floating_point():
-            kind = "bfloat16, float16 or float32" if tensor.is_floating_point() else "whole numbers"
-            raise self._error(key, f"a tensor of {entry.dtype}", f"one of {kind} in its place")
+            if key is None:
+                continue
+            entry = self._checkpoint.entry(key)
+            if tuple(entry.shape) != tuple(tensor.shape):
+                needs = f"{list(tensor.shape)}, as the model's configuration says"
+                raise self._error(key, f"a tensor of shape {list(entry.shape)}", needs)
+            if (entry.dtype in _DENSE) != tensor.is_floating_point():
+                kind = "bfloat16, float16 or float32" if tensor.is_floating_point() else "whole numbers"
+                raise self._error(key, f"a tensor of {entry.dtype}", f"one of {kind} in its place")
 
     def _recipe(self, path: str, holder: nn.Module, projections: Projections, projection: Projection) -> Recipe:
         target, num_experts = projection.target(path), projections.num_experts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,25 +62,20 @@ class Projections:
 
     Attributes:
         holder: the module whose parameters they are, as a path inside the module that is served ("" for itself).
-        gate_up, down: the two.
+        both: gate_up and down.
         num_experts: E.
         activation: what stands between them when gate and up are stored as the two say.
     """
 
     holder: str
-    gate_up: Projection
-    down: Projection
+    both: tuple[Projection, Projection]
     num_experts: int
     activation: Activation
 
     @property
-    def both(self) -> tuple[Projection, Projection]:
-        return self.gate_up, self.down
-
-    @property
     def parameters(self) -> tuple[str, ...]:
         """The names of all parameters that a store takes the place of."""
-        return (*self.gate_up.parameters, *self.down.parameters)
+        return tuple(name for projection in self.both for name in projection.parameters)
 
 
 Find = Callable[[Any, Any], Projections]
@@ -158,13 +153,11 @@ class Stored:
         path: of the module that holds it, inside the model.
         projections: of that module, whose parameters it takes the place of.
         recipes: of gate_up and of down.
-        mapped: whether the tensors are views of files.
     """
 
     path: str
     projections: Projections
     recipes: tuple[Recipe, Recipe]
-    mapped: bool = False
 
 
 class ExpertStore(nn.Module):
@@ -173,13 +166,14 @@ class ExpertStore(nn.Module):
     Casts (``.to(dtype)``, ``.half()``) leave it as it is: the bytes of a format have no other dtype.
 
     Attributes:
+        mapped: whether the tensors are views of files.
         input_format: how the rows of tokens meet the experts, as in `ExpertWeights`; no state dict has it.
         warns: whether ``.train()`` says, once, that no gradient reaches the experts: of one store in a model.
     """
 
-    def __init__(self, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, stored: Stored, tensors: Mapping[str, Tensor], mapped: bool = False) -> None:
         super().__init__()
-        self.stored = stored
+        self.stored, self.mapped = stored, mapped
         self.residency: Residency | None = None
         self.warns = False
         self.input_format: InputFormat = "float"
@@ -195,7 +189,7 @@ class ExpertStore(nn.Module):
         """The format or both, whether the tensors are views of files, and that of rows where it is not float."""
         names = " and ".join(dict.fromkeys(recipe.format.name for recipe in self.stored.recipes))
         rows = "" if self.input_format == "float" else f", {self.input_format} inputs"
-        return f"{names}, {'memory-mapped' if self.stored.mapped else 'in memory'}{rows}"
+        return f"{names}, {'memory-mapped' if self.mapped else 'in memory'}{rows}"
 
     def set_input_format(self, input_format: InputFormat, operation: str) -> None:
         """Have rows of tokens meet the experts in this format from now on.
@@ -209,7 +203,7 @@ class ExpertStore(nn.Module):
 
     def weights(self, holder: Any) -> ExpertWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
-        if self.residency is not None and self.stored.mapped and not torch.compiler.is_compiling():
+        if self.residency is not None and self.mapped and not torch.compiler.is_compiling():
             self.residency.turn_to(self.tensors)
         projections, known = self.stored.projections, self._weights
         first, second = (getattr(holder, f"{projection.name}_bias", None) for projection in projections.both)
@@ -247,16 +241,14 @@ class ExpertStore(nn.Module):
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Put a tensor that is no view of a file in the place of one that was."""
-        self.tensors[name] = tensor
-        self.stored = replace(self.stored, mapped=False)
+        self.tensors[name], self.mapped = tensor, False
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle: what is stored, once, and not the views of it."""
         # PyTorch does not unpickle dtypes of 8-bit floats.
         tensors = {n: (t.dtype, t.view(torch.uint8) if t.dtype.itemsize == 1 else t) for n, t in self.tensors.items()}
-        own = {"residency": None, "stored": replace(self.stored, mapped=False), "tensors": tensors}
-        views = dict.fromkeys(("gate_up", "down", "_weights"))
-        return {**self.__dict__, **views, **own}
+        views = dict.fromkeys(("gate_up", "down", "_weights", "residency"))
+        return {**self.__dict__, **views, "mapped": False, "tensors": tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -46,12 +46,6 @@ INTERFACE = Adapter(
 """Every experts module that Transformers' own decorator prepared."""
 
 
-def present(module: nn.Module) -> None:
-    """Check that what an adapter reads past its own module is in memory, and not offloaded."""
-    if any(t.is_meta for t in module.parameters()):
-        raise refuse(module, "weights on the meta device (offloaded, or not loaded yet)", "weights in memory")
-
-
 def remember(module: nn.Module, plan: Plan) -> Plan:
     """Keep the plan in the module and leave its storage as it is."""
     module.__dict__[PLAN] = plan

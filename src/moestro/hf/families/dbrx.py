@@ -49,7 +49,7 @@ def _weights(module: Any, mlp: Any) -> ExpertWeights:
 def projections(module: Any, plan: Plan) -> Projections:
     gate_up = Projection("gate_up_proj", ("w1", "v1"), flat=True)
     down = Projection("down_proj", ("w2",), transposed=True, flat=True)
-    return Projections("mlp", gate_up, down, int(module.num_experts), plan.activation)
+    return Projections("mlp", (gate_up, down), int(module.num_experts), plan.activation)
 
 
 def _mlp(module: Any) -> Any:

@@ -124,19 +124,14 @@ def _biases(layers: list[Any]) -> Tensor | None:
     return None if layers[0].bias is None else torch.stack([layer.bias for layer in layers])
 
 
+_LAYOUT = "two linear layers an expert, not gated"
+
 SWITCH = Adapter(
     "Switch Transformers",
     "SwitchTransformersExperts",
     partial(inspect, SWITCH_NAMES),
     remember,
     forward_switch,
-    "two linear layers an expert, not gated",
+    _LAYOUT,
 )
-NLLB_MOE = Adapter(
-    "NLLB-MoE",
-    "NllbMoeExperts",
-    inspect_nllb,
-    remember,
-    forward_nllb,
-    "two linear layers an expert, not gated, biases",
-)
+NLLB_MOE = Adapter("NLLB-MoE", "NllbMoeExperts", inspect_nllb, remember, forward_nllb, f"{_LAYOUT}, biases")
