@@ -58,16 +58,7 @@ def load(
             input_format of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
             projections where no linear module has 16 bits.
     """
-    given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
-    asked: dict[str, Any] = {"input_format": input_format, "projections": projections}
-    wanted = MoestroConfig(**vars(given) | {name: value for name, value in asked.items() if value is not None})
-    if wanted.search != "nearest" and wanted.changes_nothing:
-        raise invalid_input(
-            OPERATION,
-            got=f"search={wanted.search!r} without a format",
-            needs="a format whose scales are to be chosen",
-            fix="Name one, or leave search out.",
-        )
+    wanted = _asked(format, {"input_format": input_format, "projections": projections})
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
@@ -81,15 +72,23 @@ def load(
         model, report = model_class(config).from_pretrained(
             source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
         )
-    if lost := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
-        raise invalid_input(
-            OPERATION,
-            got=f"{path_or_id} without {len(lost)} weights of the model, or with them in other shapes: {min(lost)}",
-            needs="every weight of the architecture",
-            fix="Download or save the checkpoint again.",
-        )
+    _check_complete(path_or_id, report)
     with room():
         return model if place is None else model.to(place)
+
+
+def _asked(format: str | MoestroConfig | None, options: dict[str, Any]) -> MoestroConfig:
+    """All that was asked for, as one configuration of its own."""
+    given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
+    found = MoestroConfig(**vars(given) | {name: value for name, value in options.items() if value is not None})
+    if found.search != "nearest" and found.changes_nothing:
+        raise invalid_input(
+            OPERATION,
+            got=f"search={found.search!r} without a format",
+            needs="a format whose scales are to be chosen",
+            fix="Name one, or leave search out.",
+        )
+    return found
 
 
 def _check_dtype(dtype: torch.dtype | str | None) -> None:
@@ -100,6 +99,16 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
             got=f"dtype={dtype!r}",
             needs=f"one of {', '.join(str(known).removeprefix('torch.') for known in DTYPES)}, or None",
             fix="It is that of weights outside the experts; the experts' is named by format.",
+        )
+
+
+def _check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
+    if lost := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
+        raise invalid_input(
+            OPERATION,
+            got=f"{path_or_id} without {len(lost)} weights of the model, or with them in other shapes: {min(lost)}",
+            needs="every weight of the architecture",
+            fix="Download or save the checkpoint again.",
         )
 
 

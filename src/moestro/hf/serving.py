@@ -226,12 +226,12 @@ def _of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
-def _plan(module: nn.Module, adapter: Adapter, known: Plan | None = None) -> Plan:
-    """How a module is served: as it is stored, or as its adapter finds unless that is known."""
+def _plan(module: nn.Module, adapter: Adapter, remembered: Plan | None = None) -> Plan:
+    """How a module is served: as it is stored, or as its adapter finds unless that is remembered."""
     store = stored_in(module)
     if store is not None:
         return Plan(store.stored.projections.activation, layout=store.layout)
-    return known or adapter.inspect(module)
+    return remembered or adapter.inspect(module)
 
 
 def _refusal(model: nn.Module, path: str, name: str, reason: str, fix: str = _RUNS) -> UnsupportedError:
