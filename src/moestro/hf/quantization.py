@@ -99,9 +99,10 @@ class MoestroQuantizer(HfQuantizer):
         ]
         for recipe, dtype in self._scaled:
             module, name = get_module_from_name(model, recipe.target)
-            weight = torch.cat([dequantize(block, dtype) for block in recipe.read(self._checkpoint).blocks(0)])
-            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+            blocks = [dequantize(block, dtype) for block in recipe.read(self._checkpoint).blocks(0)]
             self._release(recipe, 0)
+            weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
         residency, first = Residency(self._checkpoint), True
         for layer, stored in bar:
