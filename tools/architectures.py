@@ -27,7 +27,8 @@ import zoo
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import IMPLEMENTATION
 from moestro.hf.experts import flags_of
-from moestro.hf.serving import INTERFACE, accelerate, adapter_of, served
+from moestro.hf.families.base import INTERFACE
+from moestro.hf.serving import accelerate, adapter_of, served
 
 FLOAT32, BFLOAT16 = 1e-5, 2e-2
 """Largest relative errors of the logits."""

@@ -154,7 +154,7 @@ def cut(name):
 EXPERT = "model.layers.{}.mlp.experts.1.up_proj.weight"
 CHANGED = [
     ("mixtral-8x7b", drop(HALF), "7 such tensors for the 8 experts", f"{HALF} missing from"),
-    ("mixtral-8x7b", cast(HALF, torch.float32), "a tensor of torch.float32; needs torch.bfloat16", f"got {HALF} in"),
+    ("mixtral-8x7b", cast(HALF, torch.float32), "needs torch.bfloat16 of shape", f"got {HALF} in"),
     ("mixtral-8x7b", cast(HALF, torch.int8), "torch.int8", f"got {HALF} in"),
     ("mixtral-8x7b", cut(HALF), "of shape", f"got {HALF} in"),
     ("mixtral-8x7b", drop("model.norm.weight"), "without a tensor for", "model.norm.weight"),

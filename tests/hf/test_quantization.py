@@ -311,8 +311,6 @@ def test_what_a_configuration_says_of_itself():
         "format": "bfloat16",
         "search": "mse",
         "overrides": {"*down_proj": "int8"},
-        "input_format": "float",
-        "projections": False,
         "rest": None,
     }
     assert MoestroConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()

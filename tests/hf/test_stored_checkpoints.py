@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 import moestro
 from hf.checkpoints import DROPPED, FP8, differing, logits, read
 from moestro.errors import InvalidInputError, UnsupportedError
-from moestro.hf import MoestroConfig, served, stored_checkpoints
+from moestro.hf import MoestroConfig, quantization, served
 from tolerances import assert_close, bit_equal
 
 PUBLISHED = [*FP8, "gpt-oss-20b"]
@@ -101,7 +101,7 @@ def test_dequantising_on_request_is_transformers_own(made, like, without_moestro
 def test_where_there_is_a_gpu_all_is_transformers_own(made, like, monkeypatch):
     """Its quantizer is asked at once, and its modules take the experts' places."""
     called = []
-    monkeypatch.setattr(stored_checkpoints, "_has_gpu", lambda: True)
+    monkeypatch.setattr(quantization, "_has_gpu", lambda: True)
     for own in OWN.values():
         monkeypatch.setattr(own, "validate_environment", lambda self, **_: called.append(type(self).__mro__[2]))
         monkeypatch.setattr(own, "_process_model_before_weight_loading", refuse_here)
@@ -161,7 +161,7 @@ def test_what_transformers_lacks_matters_only_on_its_own_way(made, like, monkeyp
 
 def test_registering_again_changes_nothing():
     before = dict(AUTO_QUANTIZER_MAPPING)
-    stored_checkpoints.register()
+    quantization.register()
     assert before == AUTO_QUANTIZER_MAPPING
     for method, own in OWN.items():
         assert issubclass(AUTO_QUANTIZER_MAPPING[method], own)

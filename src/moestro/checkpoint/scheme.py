@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
@@ -60,24 +60,11 @@ class Scheme:
 
     def format_of(self, target: str) -> WeightFormat:
         """The format of the projection of this full name."""
-        found = self.format
-        for pattern, name in self.overrides.items():
-            if fnmatchcase(target, pattern):
-                found = name
-        return find_format(found)
+        return find_format(format_for(target, self.format, self.overrides) or self.format)
 
     def settled(self, targets: Iterable[str]) -> Scheme:
-        """The same formats for these projections by overrides whose order does not matter.
-
-        Transformers sorts the keys of a configuration that it saves, which may put another override last.
-        """
-        targets = list(targets)
-        by_name = Scheme(self.format, dict(sorted(self.overrides.items())), self.search)
-        if all(by_name.format_of(t) == self.format_of(t) for t in targets):
-            return self
-        chosen = {t: self.format_of(t) for t in targets}
-        usual = find_format(self.format)
-        return Scheme(self.format, {t: f.name for t, f in chosen.items() if f != usual}, self.search)
+        """The same formats for these projections by overrides whose order does not matter."""
+        return replace(self, overrides=in_any_order(list(targets), self.format, self.overrides))
 
     def as_config(self, rest: Any = None) -> dict[str, Any]:
         """The `quantization_config` of a config.json.
@@ -93,6 +80,27 @@ class Scheme:
             "overrides": {pattern: find_format(name).name for pattern, name in self.overrides.items()},
         }
         return config if rest is None else {**config, "rest": rest}
+
+
+def format_for(target: str, usual: str | None, overrides: Mapping[str, str]) -> str | None:
+    """The format's name of the projection of this full name: of the last override that matches, or the usual one."""
+    found = usual
+    for pattern, name in overrides.items():
+        if fnmatchcase(target, pattern):
+            found = name
+    return found
+
+
+def in_any_order(targets: Iterable[str], usual: str | None, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Overrides that give these projections the same formats, and whose order does not matter.
+
+    Transformers sorts the keys of a configuration that it saves, which may put another override last.
+    """
+    by_name = dict(sorted(overrides.items()))
+    chosen = {target: format_for(target, usual, overrides) for target in targets}
+    if all(format_for(target, usual, by_name) == name for target, name in chosen.items()):
+        return dict(overrides)
+    return {target: name for target, name in chosen.items() if name is not None and name != usual}
 
 
 def check_keys(config: Mapping[str, Any], operation: str) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moestro.hf import stored_checkpoints
+from moestro.hf.config import MoestroConfig
 from moestro.hf.dense import served_projections
 from moestro.hf.experts import serve
 from moestro.hf.loading import load
 from moestro.hf.low_precision import serve_fp8
-from moestro.hf.quantization import MoestroConfig
+from moestro.hf.quantization import register
 from moestro.hf.serving import Served, accelerate, served
 
 IMPLEMENTATION = "moestro"
@@ -24,6 +24,6 @@ IMPLEMENTATION = "moestro"
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve)
 ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve_fp8)
-stored_checkpoints.register()
+register()
 
 __all__ = ["IMPLEMENTATION", "MoestroConfig", "Served", "accelerate", "load", "serve", "served", "served_projections"]

@@ -1,14 +1,12 @@
 """The experts implementation: what runs where Transformers calls an experts module.
 
-An experts module of the interface holds ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [E, ., .], perhaps biases,
-and says by flags how they are laid out. `plan_of` reads the flags once and checks them against shapes and against the
-module's own gate; `serve` looks at the parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and
-training.
+`plan_of` reads the module's flags once and checks them against its shapes and its own gate; `serve` looks at the
+parameters of the moment, so that it follows ``.to()``, ``load_state_dict`` and training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,14 +20,12 @@ from moestro.formats import dense
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
-from moestro.hf.projections import Projection, Projections
-from moestro.hf.store import store_of
+from moestro.hf.store import Projection, Projections, stored_weights
 from moestro.ops.expert_mlp import run
 from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
 
 PLAN = "_moestro_plan"
-_BUILT = "_moestro_built"
 _DTYPES = tuple(f.storage for f in DENSE_FORMATS)
 
 
@@ -57,6 +53,7 @@ class Plan:
     activation: Activation
     flags: Flags = field(default_factory=Flags)
     layout: str = K_CONTIGUOUS
+    built: dict[tuple[Any, ...], Built] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -100,12 +97,13 @@ def flags_of(module: nn.Module) -> Flags:
     )
 
 
-def inspect(module: nn.Module, flags: Flags) -> Plan:
+def inspect(module: nn.Module, flags: Flags | None = None) -> Plan:
     """Read an experts module without changing it.
 
     Raises:
         UnsupportedError: its parameters are not what the flags say, or not ordinary floating-point tensors.
     """
+    flags = flags or flags_of(module)
     needed = [flags.up_name, "down_proj"]
     needed += [f"{name}_bias" for name in needed] if flags.biased else []
     missing = [name for name in needed if not isinstance(getattr(module, name, None), Tensor)]
@@ -127,7 +125,7 @@ def plan_of(module: nn.Module, flags: Flags | None = None) -> Plan:
     plan: Plan | None = module.__dict__.get(PLAN)
     if plan is not None:
         return plan
-    flags = flags_of(module) if flags is None else flags
+    flags = flags or flags_of(module)
     if torch.compiler.is_compiling():
         constant: Plan = _constant_plan(module, flags)
         return constant
@@ -145,6 +143,7 @@ def settle(module: nn.Module, plan: Plan) -> Plan:
     """Rearrange transposed parameters where that is safe, and remember the plan in the module."""
     if plan.flags.transposed:
         separate_state(module)
+        plan.built.clear()  # views of the parameters
         with SETTLING:
             layouts = [make_k_contiguous(getattr(module, name)) for name in (plan.flags.up_name, "down_proj")]
         plan = replace(plan, layout=next((text for text in layouts if text != K_CONTIGUOUS), K_CONTIGUOUS))
@@ -155,45 +154,36 @@ def settle(module: nn.Module, plan: Plan) -> Plan:
 def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
     """The module's parameters of this moment as `ExpertWeights`; nothing is copied."""
     flags = plan.flags
-    gate_up, down = getattr(module, flags.up_name), module.down_proj
-    biases = (getattr(module, f"{flags.up_name}_bias"), module.down_proj_bias) if flags.biased else (None, None)
+    sides = (getattr(module, flags.up_name), module.down_proj)
+    first, second = (getattr(module, f"{flags.up_name}_bias"), module.down_proj_bias) if flags.biased else (None, None)
     norm = module.post_expert_norm if flags.output_norm else None
+
+    def make() -> ExpertWeights:
+        gate_up, down = (dense(t.transpose(1, 2) if flags.transposed else t) for t in sides)
+        return ExpertWeights(gate_up, down, first, second, plan.activation, norm)
+
     if torch.compiler.is_compiling() or (flags.transposed and torch.is_grad_enabled()):
-        return _make(gate_up, down, biases, plan, norm)  # views are to be recorded with each call
-    tensors, known = (gate_up, down, *biases), module.__dict__.get(_BUILT)
-    if known is None or not known.is_current(tensors) or not _is_of(known.weights, gate_up, down, plan, norm):
-        known = module.__dict__[_BUILT] = Built(_make(gate_up, down, biases, plan, norm), tensors)
-    weights: ExpertWeights = known.weights
-    return weights
+        return make()  # views are to be recorded with each call
+    return kept(plan, (norm, *(t.data_ptr() for t in sides)), (*sides, first, second), make)
 
 
-def _is_of(weights: ExpertWeights, gate_up: Tensor, down: Tensor, plan: Plan, norm: Any) -> bool:
-    """Whether weights made before are of this plan, and views of them of this memory."""
-    if weights.activation is not plan.activation or weights.output_norm != norm:
-        return False
-    pairs = zip((weights.gate_up, weights.down), (gate_up, down), strict=True)
-    return not plan.flags.transposed or all(s.tensors[0].data_ptr() == t.data_ptr() for s, t in pairs)
-
-
-def _make(
-    gate_up: Tensor, down: Tensor, biases: tuple[Tensor | None, Tensor | None], plan: Plan, norm: Any
+def kept(
+    plan: Plan, key: tuple[Any, ...], parameters: Sequence[Tensor | None], make: Callable[[], ExpertWeights]
 ) -> ExpertWeights:
-    if plan.flags.transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return ExpertWeights(dense(gate_up), dense(down), *biases, plan.activation, norm)
+    """The weights that the plan keeps under this key, made anew if they were of other parameters."""
+    known = plan.built.get(key)
+    if known is None or not known.is_current(parameters):
+        known = Built(make(), parameters)
+        plan.built.clear()
+        plan.built[key] = known
+    return known.weights
 
 
 def projections(module: nn.Module, plan: Plan) -> Projections:
     """The parameters that hold the experts of a module of the interface."""
     name, transposed = plan.flags.up_name, plan.flags.transposed
-    gate_up, down = Projection(name, (name,), transposed), Projection("down_proj", ("down_proj",), transposed)
-    return Projections("", gate_up, down, int(module.get_parameter("down_proj").shape[0]), plan.activation)
-
-
-def stored_weights(holder: nn.Module) -> ExpertWeights | None:
-    """The experts of a module that keeps them as a checkpoint stores them; None if they are its parameters."""
-    store = store_of(holder)
-    return None if store is None else store.weights(holder)
+    both = Projection(name, (name,), transposed), Projection("down_proj", ("down_proj",), transposed)
+    return Projections("", both, int(module.get_parameter("down_proj").shape[0]), plan.activation)
 
 
 def serve(
@@ -232,12 +222,7 @@ def model_routing(expert_ids: Tensor, routing_weights: Tensor) -> Routing:
 
 
 def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states.
-
-    Args:
-        hidden_states: [..., H].
-        routing, weights, strategy: as for `moestro.expert_mlp`; ids may lie beyond the experts.
-    """
+    """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
     rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     form = weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
@@ -250,27 +235,15 @@ def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, st
 
 def activation_of(module: nn.Module, gated: bool) -> Activation:
     """What the module computes between its two matmuls: data where that is what it does, else its own function."""
-    function, act = gate_of(module, gated), getattr(module, "act_fn", None)
+    act: Callable[[Tensor], Tensor] = getattr(module, "act_fn", torch.nn.functional.silu)
+    function = (getattr(module, "_apply_gate", None) or partial(glu, act)) if gated else act
     if isinstance(act, nn.Module) and act.state_dict():
         return Activation(kind="custom", gated=gated, function=function)  # its numbers may change, or be trained
-    return recognise(function, gated, constants_of(module))
-
-
-def gate_of(module: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:
-    """The module's own function between the two matmuls."""
-    act: Callable[[Tensor], Tensor] = getattr(module, "act_fn", torch.nn.functional.silu)
-    if not gated:
-        return act
-    own: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
-    return partial(glu, act) if own is None else own
+    limits_and_slopes = tuple(v for v in vars(module).values() if isinstance(v, float))
+    return recognise(function, gated, limits_and_slopes)
 
 
 def glu(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     """``act(gate) * up`` for z [..., 2 * I] that holds gate and then up."""
     gate, up = z.chunk(2, dim=-1)
     return act(gate) * up
-
-
-def constants_of(module: nn.Module) -> tuple[float, ...]:
-    """The float attributes of a module: where the limits and slopes of its gate are kept."""
-    return tuple(v for v in vars(module).values() if isinstance(v, float))

@@ -6,9 +6,9 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +56,12 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        also = " with do_sample" if self.do_sample else ", or 0 for greedy"
         rules: dict[str, tuple[Callable[[float], bool], str]] = {
             "max_new_tokens": (lambda v: v >= 1, "at least 1"),
             "temperature": (
-                (lambda v: v >= LEAST_TEMPERATURE, f"at least {LEAST_TEMPERATURE:g} with do_sample")
-                if self.do_sample
-                else (lambda v: v == 0 or v >= LEAST_TEMPERATURE, f"at least {LEAST_TEMPERATURE:g}, or 0 for greedy")
+                lambda v: v >= LEAST_TEMPERATURE or (v == 0 and not self.do_sample),
+                f"at least {LEAST_TEMPERATURE:g}{also}",
             ),
             "top_k": (lambda v: v >= 0, "at least 0 (0 for no limit)"),
             "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
@@ -115,14 +115,6 @@ class Generation:
         return (self.new_tokens - 1) / self.new_seconds if self.new_tokens > 1 else None
 
 
-class Tokenizer(Protocol):
-    """The one thing streaming needs of a tokenizer."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        """Token ids -> text."""
-        ...
-
-
 def generate(
     text_model: TextModel,
     prompt: str,
@@ -149,53 +141,53 @@ def generate(
     prompt_ran: dict[Ran, None] = {}
     new_ran: dict[Ran, None] = {}
     streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None))
-    with _observed(lambda ran: (new_ran if streamer.times else prompt_ran).setdefault(ran)), _seeded(sampling.seed):
+    with (
+        _observed(lambda ran: (new_ran if streamer.times else prompt_ran).setdefault(ran)),
+        torch.random.fork_rng(enabled=sampling.seed is not None),
+        _finite(text_model.name),
+    ):
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
         start = time.perf_counter()
-        ids = _generated(text_model, inputs, config, streamer)
+        ids = text_model.model.generate(**inputs, generation_config=config, streamer=streamer)
     new_ids = ids[0, inputs["input_ids"].shape[1] :].tolist()
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return Generation(
         text=streamer.text,
         prompt_tokens=inputs["input_ids"].shape[1],
         new_tokens=len(new_ids),
         prompt_seconds=streamer.times[0] - start,
         new_seconds=streamer.times[-1] - streamer.times[0],
-        stopped="end" if new_ids[-1] in ends else "length",
+        stopped="end" if new_ids[-1] in _ends(config) else "length",
         prompt_ran=tuple(prompt_ran),
         new_ran=tuple(new_ran),
     )
 
 
-def _generated(
-    text_model: TextModel, inputs: dict[str, Tensor], config: GenerationConfig, streamer: Streamer
-) -> Tensor:
+@contextmanager
+def _finite(name: str) -> Iterator[None]:
+    """Say in a sentence that logits cannot be sampled from."""
     try:
-        ids: Tensor = text_model.model.generate(**inputs, generation_config=config, streamer=streamer)
+        yield
     except RuntimeError as error:
         if "probability tensor" not in str(error):  # what torch.multinomial says of NaN
             raise
         raise invalid_input(
             "generate",
-            got=f"logits of {text_model.name} that are not finite",
+            got=f"logits of {name} that are not finite",
             needs="finite logits to sample from",
             fix="Try dtype float32; if it stays so, the weights hold NaN or numbers that are too large.",
         ) from error
-    return ids
 
 
 class Streamer(BaseStreamer):
-    """Turns tokens into text as they come, holding back a character whose bytes are not all there yet.
-
-    Args:
-        tokenizer: decodes.
-        on_text: receives the pieces.
+    """Turns tokens into pieces of text as they come, holding back a character whose bytes are not all there yet.
 
     Attributes:
         text: all pieces so far.
         times: time.perf_counter() at each new token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], object]) -> None:
         self.decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.on_text = on_text
         self.text = ""
@@ -253,13 +245,7 @@ def check(text_model: TextModel, prompt: str, sampling: Sampling, chat: bool = F
 
 
 def check_length(name: str, tokenizer: Any, context: int | None, request: tuple[str, Sampling, bool]) -> None:
-    """Refuse a prompt that the tokenizer or the context cannot take, before weights are loaded.
-
-    Args:
-        name: of the model, for the message.
-        tokenizer, context: the model's.
-        request: prompt, sampling, chat.
-    """
+    """Refuse a request (prompt, sampling, chat) that tokenizer or context cannot take, before weights are read."""
     prompt, sampling, chat = request
     _new_tokens(name, context, sampling, _tokens(name, tokenizer, prompt, chat)["input_ids"].shape[1])
 
@@ -287,9 +273,9 @@ def _tokens(name: str, tokenizer: Any, prompt: str, chat: bool) -> Any:
 
 def _new_tokens(name: str, context: int | None, sampling: Sampling, prompt_tokens: int) -> int:
     """How many tokens to generate at most: what was asked for, or what the context leaves."""
-    room = None if context is None else context - prompt_tokens
-    new_tokens = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, DEFAULT_NEW_TOKENS if room is None else room)
-    if room is not None and (room < 1 or new_tokens > room):
+    room = DEFAULT_NEW_TOKENS if context is None else context - prompt_tokens
+    new_tokens = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
+    if context is not None and (room < 1 or new_tokens > room):
         raise invalid_input(
             "generate",
             got=f"{prompt_tokens} prompt tokens and max_new_tokens={max(new_tokens, 1)}",
@@ -302,7 +288,7 @@ def _new_tokens(name: str, context: int | None, sampling: Sampling, prompt_token
 def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
     """The model's generation configuration with what was asked for on top."""
     config = copy.deepcopy(text_model.model.generation_config)
-    asked = {f.name: v for f in fields(Sampling) if (v := getattr(sampling, f.name)) is not None}
+    asked = {name: value for name, value in vars(sampling).items() if value is not None}
     if asked.get("temperature") == 0:
         del asked["temperature"]
         asked["do_sample"] = False
@@ -322,9 +308,12 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
     for name, value in {**asked, "num_beams": 1, "max_length": None}.items():
         setattr(config, name, value)
     if config.pad_token_id is None:
-        ends = config.eos_token_id
-        config.pad_token_id = ends[0] if isinstance(ends, list) else ends
+        config.pad_token_id = _ends(config)[0]
     return config
+
+
+def _ends(config: GenerationConfig) -> list[int | None]:
+    return config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
 
 
 @contextmanager
@@ -336,15 +325,4 @@ def _observed(on_run: Callable[[Ran], object]) -> Iterator[None]:
             on_run(Ran(prepared.implementation, prepared.walk))
 
     with observed(tell):
-        yield
-
-
-@contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Seed torch inside the block, if there is a seed, and leave its state as it was."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
         yield

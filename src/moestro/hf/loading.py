@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moestro.checkpoint import open_checkpoint
-from moestro.checkpoint.scheme import METHOD
 from moestro.errors import invalid_input
+from moestro.hf.config import MoestroConfig
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
-from moestro.hf.quantization import MoestroConfig
 from moestro.hf.sources import model_class, take_quantization
 from moestro.types import InputFormat
 
@@ -59,16 +58,14 @@ def load(
             input_format of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
             projections where no linear module has 16 bits.
     """
-    wanted = _asked(format, input_format, projections)
+    wanted = _asked(format, {"input_format": input_format, "projections": projections})
     place = None if device is None else find_device(device, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
     local = Path(source).is_dir()
     found = open_checkpoint(Path(source)) if local else None  # damage is found before Transformers looks at the files
     config = read_config(source, OPERATION, found)
-    quantization = take_quantization(config)
-    own = _with_kept(wanted, quantization)
-    own.source, own.complete = quantization, True
+    own = _with_kept(wanted, take_quantization(config))
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     room = partial(fitting, OPERATION, source, dtype if dtype not in (None, "auto") else config.dtype, own.format)
     with readable, room():
@@ -80,26 +77,18 @@ def load(
         return model if place is None else model.to(place)
 
 
-def _asked(
-    format: str | MoestroConfig | None, input_format: InputFormat | None, projections: bool | None
-) -> MoestroConfig:
+def _asked(format: str | MoestroConfig | None, options: dict[str, Any]) -> MoestroConfig:
     """All that was asked for, as one configuration of its own."""
     given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
-    if given.search != "nearest" and given.changes_nothing:
+    found = MoestroConfig(**vars(given) | {name: value for name, value in options.items() if value is not None})
+    if found.search != "nearest" and found.changes_nothing:
         raise invalid_input(
             OPERATION,
-            got=f"search={given.search!r} without a format",
+            got=f"search={found.search!r} without a format",
             needs="a format whose scales are to be chosen",
             fix="Name one, or leave search out.",
         )
-    return MoestroConfig(
-        given.format,
-        given.search,
-        given.overrides,
-        given.rest,
-        given.input_format if input_format is None else input_format,
-        given.projections if projections is None else projections,
-    )
+    return found
 
 
 def _check_dtype(dtype: torch.dtype | str | None) -> None:
@@ -114,23 +103,20 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
 
 
 def _check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
-    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if missing:
+    if lost := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
         raise invalid_input(
             OPERATION,
-            got=f"{path_or_id} without {len(missing)} weights of the model, or with them in other shapes: {missing[0]}",
+            got=f"{path_or_id} without {len(lost)} weights of the model, or with them in other shapes: {min(lost)}",
             needs="every weight of the architecture",
             fix="Download or save the checkpoint again.",
         )
 
 
-def _with_kept(wanted: MoestroConfig, quantization: dict[str, Any] | None) -> MoestroConfig:
+def _with_kept(wanted: MoestroConfig, source: MoestroConfig) -> MoestroConfig:
     """What was asked for, and what the checkpoint's own configuration says of the rest."""
-    if quantization is None:
-        return wanted
-    if quantization.get("quant_method") != METHOD:
-        wanted.rest = quantization
-        return wanted
-    names = ("format", "search", "overrides") if wanted.changes_nothing else ()
-    kept = {name: quantization[name] for name in ("rest", *names) if quantization.get(name) is not None}
-    return MoestroConfig(**{**wanted.to_dict(), **kept})
+    kept: dict[str, Any] = {"rest": source.rest}
+    if wanted.changes_nothing:
+        kept |= {"format": source.format, "search": source.search, "overrides": source.overrides}
+    found = MoestroConfig(**vars(wanted) | kept)
+    found.source, found.complete = source, True
+    return found

@@ -6,7 +6,8 @@ experts like any others. What such a module adds to the weights stays aside: act
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from moestro.types import GPT_OSS_SWIGLU
 from moestro.weights import ExpertWeights
 
 _E8M0 = torch.float8_e8m0fnu
+_SCALES = "blocks of [128, 128], or one scale a matrix"
 
 
 def inspect_fp8(module: Any) -> Plan:
@@ -30,19 +32,16 @@ def inspect_fp8(module: Any) -> Plan:
     try:
         fp8_weights(module, plan)
     except InvalidInputError as error:
-        raise refuse(
-            module, f"scales that do not fit ({error})", "blocks of [128, 128], or one scale a matrix"
-        ) from error
+        raise refuse(module, f"scales that do not fit ({error})", _SCALES) from error
     return plan
 
 
 def fp8_weights(module: Any, plan: Plan) -> ExpertWeights:
     """The module's parameters of this moment as experts in a format; nothing is copied."""
     up_name = plan.flags.up_name
-    halves = 2 if plan.flags.gated else 1
+    parts = {up_name: 2 if plan.flags.gated else 1, "down_proj": 1}
     gate_up, down = (
-        _fp8(module, getattr(module, name), getattr(module, f"{name}_scale_inv"), parts)
-        for name, parts in ((up_name, halves), ("down_proj", 1))
+        _fp8(module, getattr(module, name), getattr(module, f"{name}_scale_inv"), n) for name, n in parts.items()
     )
     return ExpertWeights(gate_up, down, activation=plan.activation)
 
@@ -56,7 +55,7 @@ def _fp8(module: Any, data: Tensor, scales: Tensor, halves: int) -> StoredExpert
         raise refuse(module, f"weights of {data.dtype}", "float8_e4m3fn, or FP4 packed in int8")
     size = module.block_size
     if size is not None and tuple(size) != (128, 128):
-        raise refuse(module, f"scales for blocks of {list(size)}", "blocks of [128, 128], or one scale a matrix")
+        raise refuse(module, f"scales for blocks of {list(size)}", _SCALES)
     stored = FORMATS["fp8-e4m3-tensor" if size is None else "fp8-e4m3-b128"]
     data, scales = data.detach(), scales.detach()
     rows = data.shape[1] // halves
@@ -96,8 +95,8 @@ def settle_mxfp4(module: Any, plan: Plan) -> Plan:
     own = module.experts
     for name in _MXFP4:
         config = getattr(own, f"{name}_precision_config")
-        setattr(own, name, Transposed.of(getattr(own, name)))
-        config.weight_scale = Transposed.of(config.weight_scale)
+        setattr(own, name, _published(getattr(own, name)))
+        config.weight_scale = _published(config.weight_scale)
     return remember(module, plan)
 
 
@@ -120,35 +119,16 @@ def _mxfp4(own: Any, name: str) -> PackedTensor:
     return PackedTensor(blocks.published, FORMATS["mxfp4"], config.weight_scale.published)
 
 
-@dataclass
-class Transposed:
-    """A packed tensor [E, N, .] in the published layout, for whoever asks it as the kernels' tensors are asked.
+def _published(packed: Any) -> Any:
+    """A tensor in the kernels' layout in the published one [E, N, .], for whoever asks it as such tensors are asked.
 
-    Transformers saves ``storage.layout.unswizzle_data(storage.data)`` of such a tensor, which it expects [E, ., N].
+    Transformers saves ``storage.layout.unswizzle_data(storage.data)`` of it, which it expects [E, ., N].
     """
-
-    published: Tensor
-
-    @classmethod
-    def of(cls, packed: Any) -> Transposed:
-        """From a tensor in the kernels' layout, which says itself how to turn it back."""
-        storage = packed.storage
-        return cls(storage.layout.unswizzle_data(storage.data).transpose(-1, -2).contiguous())
-
-    @property
-    def storage(self) -> Transposed:
-        return self
-
-    @property
-    def layout(self) -> Transposed:
-        return self
-
-    @property
-    def data(self) -> Tensor:
-        return self.published.transpose(-1, -2)
-
-    def unswizzle_data(self, data: Tensor) -> Tensor:
-        return data
+    published = packed.storage.layout.unswizzle_data(packed.storage.data).transpose(-1, -2).contiguous()
+    layout = SimpleNamespace(unswizzle_data=torch.Tensor.detach)
+    return SimpleNamespace(
+        published=published, storage=SimpleNamespace(data=published.transpose(-1, -2), layout=layout)
+    )
 
 
 FP8 = Adapter("FP8 experts", "FP8Experts", inspect_fp8, remember, serve_fp8, "FP8 with scales of blocks or matrices")

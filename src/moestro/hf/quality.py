@@ -19,10 +19,10 @@ from moestro import machine
 from moestro.bench.measure import versions
 from moestro.errors import MoestroError, invalid_input
 from moestro.formats import FORMATS, check_shape, find_format
+from moestro.hf.config import SEARCHES, MoestroConfig
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
 from moestro.hf.loading import load
 from moestro.hf.models import find_device
-from moestro.hf.quantization import SEARCHES, MoestroConfig
 from moestro.hf.serving import find, stored_in
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore

@@ -6,93 +6,33 @@ load it.
 
 from __future__ import annotations
 
-import json
 import re
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.logging import tqdm
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
-from moestro.checkpoint.scheme import MARK, METHOD, VERSION, check_keys
-from moestro.checkpoint.write import INDEX, SINGLE
+from moestro.checkpoint.scheme import MARK, METHOD, format_for, in_any_order
 from moestro.errors import invalid_input, unsupported
-from moestro.formats import PackedTensor, WeightFormat, check_shape, find_format
-from moestro.hf.dense import check_choice, check_projections, serve_projections
-from moestro.hf.names import NameMap
-from moestro.hf.projections import Projection
+from moestro.formats import WeightFormat, check_shape, dequantize, find_format
+from moestro.hf.config import MoestroConfig
+from moestro.hf.dense import check_projections, serve_projections
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
-from moestro.hf.sources import Quantization, check_form, check_rest, find_scaled, find_stored
-from moestro.hf.store import STORE, SUFFIXES, ExpertStore, Frozen, Part, Recipe, Stored, find_in_state
-from moestro.types import InputFormat
+from moestro.hf.sources import Reader
+from moestro.hf.store import KINDS, STORE, ExpertStore, Recipe, Stored, find_in_state
 from moestro.weights import check_input_format, quantize_experts
-
-SEARCHES = ("nearest", "mse")
-
-
-@register_quantization_config(METHOD)
-class MoestroConfig(QuantizationConfigMixin):
-    """How the experts of a model are stored, for ``from_pretrained(..., quantization_config=MoestroConfig("mxfp4"))``.
-
-    Args:
-        format: the format of every expert, or None to leave each as its checkpoint has it. Routers, attention and all
-            other layers keep their dtype.
-        search: how scales are chosen: "nearest", or "mse" for the least squared error.
-        overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
-            with the format of those that match; the last that matches decides.
-        rest: the quantisation config of the checkpoint's other layers, where they have one.
-        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers;
-            "fp8-e4m3" to multiply 8-bit floats. That is how this run computes, and is not saved.
-        projections: also run every `nn.Linear` of 16 bits in the native engine, as `moestro.accelerate` does. It is not
-            saved either.
-
-    Raises:
-        InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
-            argument that there is not, or a version later than this.
-    """
-
-    def __init__(
-        self,
-        format: str | None = None,
-        search: str = "nearest",
-        overrides: Mapping[str, str] | None = None,
-        rest: Mapping[str, Any] | None = None,
-        input_format: InputFormat = "float",
-        projections: bool = False,
-        **others: Any,
-    ) -> None:
-        check_keys(others, "MoestroConfig")
-        check_form({"format": format, "overrides": overrides, "rest": rest}, "MoestroConfig")
-        check_input_format(input_format, (), "MoestroConfig")
-        check_choice(projections, "MoestroConfig")
-        if search not in SEARCHES:
-            raise invalid_input(
-                "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
-            )
-        self.quant_method = METHOD
-        self.version = VERSION
-        self.format = None if format is None else find_format(format).name
-        self.search = search
-        self.overrides = {pattern: find_format(name).name for pattern, name in (overrides or {}).items()}
-        self.rest = None if rest is None else dict(rest)
-        self.input_format = input_format
-        self.projections = projections
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether every expert stays as its checkpoint has it."""
-        return self.format is None and not self.overrides
 
 
 @register_quantizer(METHOD)
@@ -100,21 +40,20 @@ class MoestroQuantizer(HfQuantizer):
     """Keeps experts as their checkpoint stores them, or quantises them as they are read, one matrix at a time."""
 
     requires_calibration = False
+    is_trainable = True
+    is_compileable = True
 
     def __init__(self, quantization_config: MoestroConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        own = _as_read(quantization_config) if kwargs.get("pre_quantized", True) else None
-        source = quantization_config.__dict__.pop("source", own)
-        self.source = Quantization.of(source)
-        self._own_files = source is not None and source.get("quant_method") == METHOD
-        self._complete = quantization_config.__dict__.pop("complete", False)
-        self._input_format: InputFormat = quantization_config.__dict__.pop("input_format", "float")
-        self._projections: bool = quantization_config.__dict__.pop("projections", False)
+        given = quantization_config.__dict__
+        self._complete = given.pop("complete", False)
+        own = quantization_config if kwargs.get("pre_quantized", True) else MoestroConfig()
+        self.source: MoestroConfig = given.pop("source", own)
         # Transformers reads tensors ahead of their use for a quantised checkpoint, which may double the peak.
         self.pre_quantized = False
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, device_map: Any = None, **_: Any
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, device_map: Any = None, **others: Any
     ) -> None:
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise unsupported(
@@ -123,57 +62,58 @@ class MoestroQuantizer(HfQuantizer):
                 needs="every layer on a device: experts that stay as stored are read from their files anyway",
                 fix='Map those layers to "cpu".',
             )
-        self._device_map = device_map
         self._checkpoint = _open(checkpoint_files)
-        if self._own_files:
-            _warn_unmarked(Path(self._checkpoint.files[0]).with_name("config.json"))
-        self._layers = find_stored(model, self._checkpoint, self.source)
-        config = self.quantization_config
-        target = Quantization(METHOD, None, config.format, config.overrides)
-        self._targets = _targets(self._layers, target)
-        config.overrides = _settled(target, self._targets)
-        check_input_format(self._input_format, self._targets.values(), "load")
-        if self._projections:
+        reader = Reader(model, self._checkpoint, self.source)
+        self._layers, config = reader.layers, self.quantization_config
+        self._targets = _targets(self._layers, config)
+        config.overrides = in_any_order(self._targets, config.format, config.overrides)
+        check_input_format(config.input_format, self._targets.values(), "load")
+        if config.projections:
             check_projections(model, "load")
         for layer, stored in self._layers:
             holder: Any = model.get_submodule(stored.path)
             for name in stored.projections.parameters:
                 holder.register_parameter(name, None)
-            holder._is_hf_initialized = True
-            setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010
-        names = NameMap(model, self._checkpoint.names)
-        for path in {stored.path.rpartition(".")[0] for _, stored in self._layers}:
-            _leave_alone(model, names, path)
-        self._scaled = find_scaled(model, self._checkpoint, self.source, names)
+            for module in (holder, layer.module):
+                module._is_hf_initialized = True
+            _leave_alone(model, reader, stored.path.rpartition(".")[0])
+        self._scaled = reader.scaled(model)
         if self._complete:
-            check_rest(model, self._checkpoint, names, [weight.parameter for weight in self._scaled])
-        _verify(self._checkpoint)
-        for weight in self._scaled:
-            weight.take(model)
-        taken = [f"{stored.path}." for _, stored in self._layers] + [weight.parameter for weight in self._scaled]
+            reader.check_rest(model, [recipe.target for recipe, _ in self._scaled])
+        with tqdm(desc="Comparing checksums", unit="B", unit_scale=True, delay=1) as bar:
+            self._checkpoint.verify(partial(_show, bar))
+        for recipe, _ in self._scaled:  # removed, so that nobody else looks for it
+            module, name = get_module_from_name(model, recipe.target)
+            module.register_parameter(name, None)
+            module._is_hf_initialized = True
+        taken = [f"{stored.path}." for _, stored in self._layers] + [recipe.target for recipe, _ in self._scaled]
         ignored = [rf"^{re.escape(name)}" for name in taken]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        expert_parameters = {name for _, stored in self._layers for name in stored.projections.parameters}
+        gone = {name for _, stored in self._layers for name in stored.projections.parameters}
         model._weight_conversions = [
-            conversion
-            for conversion in getattr(model, "_weight_conversions", None) or []
-            if not any(target.split(".")[-1] in expert_parameters for target in _targets_of(conversion))
+            each
+            for each in getattr(model, "_weight_conversions", None) or []
+            if not isinstance(each, WeightConverter) or not gone & {t.split(".")[-1] for t in each.target_patterns}
         ]
-        for weight in self._scaled:
-            weight.give(model, self._checkpoint)
+        for recipe, dtype in self._scaled:
+            module, name = get_module_from_name(model, recipe.target)
+            blocks = [dequantize(block, dtype) for block in recipe.read(self._checkpoint).blocks(0)]
+            self._release(recipe, 0)
+            weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
-        residency, frozen = Residency(self._checkpoint), Frozen()
+        residency, first = Residency(self._checkpoint), True
         for layer, stored in bar:
-            holder = model.get_submodule(stored.path)
             store = self._store(stored)
+            store.residency, store.warns, first = residency, first, False
+            store.set_input_format(self.quantization_config.input_format, "load")
             device = _device_of(model, layer)
-            store.residency, store.frozen = residency, frozen
-            store.set_input_format(self._input_format, "load")
+            holder = model.get_submodule(stored.path)
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, "auto")
-        if self._projections:
+        if self.quantization_config.projections:
             serve_projections(model)
         model.register_load_state_dict_pre_hook(find_in_state)
         del self._layers, self._scaled, self._checkpoint
@@ -184,21 +124,26 @@ class MoestroQuantizer(HfQuantizer):
         return model
 
     def _store(self, stored: Stored) -> ExpertStore:
-        tensors: dict[str, Tensor] = {}
-        recipes = []
-        for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
-            target = projection.target(stored.path)
-            given = {name: self._checkpoint.tensor(name) for name in recipe.names}
-            wanted = self._targets[target]
-            if wanted != recipe.format:
-                search = self.quantization_config.search
-                release = partial(_release, self._checkpoint, recipe)
-                converted = quantize_experts(recipe.build(given), wanted, search, target, release)
-                recipe, given = _own(target, projection, converted)
-            tensors |= given
-            recipes.append(recipe)
-        mapped = recipes == [stored.gate_up, stored.down]
-        return ExpertStore(replace(stored, gate_up=recipes[0], down=recipes[1], mapped=mapped), tensors)
+        (gate_up, first), (down, second) = (self._converted(recipe) for recipe in stored.recipes)
+        recipes = gate_up, down
+        return ExpertStore(replace(stored, recipes=recipes), first | second, mapped=recipes == stored.recipes)
+
+    def _converted(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
+        """A projection in the format that it is to have, and its tensors."""
+        wanted, search = self._targets[recipe.target], self.quantization_config.search
+        if wanted == recipe.format:
+            return recipe, {name: self._checkpoint.tensor(name) for name in recipe.names}
+        stored = recipe.read(self._checkpoint)
+        packed = quantize_experts(stored, wanted, search, recipe.target, lambda e: self._release(recipe, e))
+        kinds = {kind: getattr(packed, kind) for kind in KINDS if getattr(packed, kind) is not None}
+        part = {kind: (f"{recipe.target}_{kind}",) for kind in kinds}
+        tensors = {name: kinds[kind] for kind, (name,) in part.items()}
+        return Recipe(recipe.target, recipe.shape, wanted, (part,)), tensors
+
+    def _release(self, recipe: Recipe, expert: int) -> None:
+        """Give back the memory that an expert's bytes took up when they were read from their file."""
+        for name in recipe.names_of(expert):
+            self._checkpoint.release(name)
 
     def _forget(self, model: Any) -> None:
         """Leave the model's configuration as the checkpoint had it: what is saved is what was read."""
@@ -210,63 +155,21 @@ class MoestroQuantizer(HfQuantizer):
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
 
-    @property
-    def is_compileable(self) -> bool:
-        return True
+def _show(bar: Any, done: int, total: int) -> None:
+    bar.total, bar.n = total, done
+    bar.update(0)
 
 
-def _as_read(config: MoestroConfig) -> dict[str, Any]:
-    """The `quantization_config` of a config.json, out of what Transformers made of it: without how a run computes."""
-    run = {"input_format": "float", "projections": False}
-    return {key: value for key, value in config.to_dict().items() if key not in run or value != run[key]}
-
-
-def _warn_unmarked(path: Path) -> None:
-    """Say how to mend a config.json that moestro wrote before it marked what only moestro can read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a variant whose configuration has another name
-        return
-    if isinstance(found, dict) and any(found.get(key) != value for key, value in MARK.items()):
-        line = ", ".join(f'"{key}": "{value}",' for key, value in MARK.items())
-        warnings.warn(
-            f"{path} was written by an earlier moestro. It loads correctly here, but Transformers alone would fill its"
-            f" experts with random numbers: add the line {line} after its first brace, and that becomes an error.",
-            stacklevel=2,
-        )
-
-
-def _release(checkpoint: Checkpoint, recipe: Recipe, expert: int) -> None:
-    """Give back the memory that an expert's bytes took up when they were read from their file."""
-    for name in recipe.names_of(expert):
-        checkpoint.release(name)
-
-
-def _own(target: str, projection: Projection, packed: PackedTensor) -> tuple[Recipe, dict[str, Tensor]]:
-    """The recipe and the tensors of a projection in moestro's own layout."""
-    kinds = (packed.data, packed.scales, packed.zeros, packed.global_scales)
-    tensors = {f"{target}_{s}": t for s, t in zip(SUFFIXES, kinds, strict=True) if t is not None}
-    names = [(f"{target}_{s}",) if t is not None else () for s, t in zip(SUFFIXES, kinds, strict=True)]
-    plain = Projection(projection.name, projection.parameters)
-    e, n, k = packed.shape
-    return Recipe(plain, (e, n, k), packed.format, (Part(*names),)), tensors
-
-
-def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[str, WeightFormat]:
+def _targets(layers: list[tuple[Found, Stored]], config: MoestroConfig) -> dict[str, WeightFormat]:
     """The format of every projection, checked against its shape before anything is read."""
     targets: dict[str, WeightFormat] = {}
-    for _, stored in layers:
-        for projection, recipe in zip(stored.projections.both, (stored.gate_up, stored.down), strict=True):
-            target = projection.target(stored.path)
-            name = wanted.format_of(target)
-            targets[target] = recipe.format if name is None else find_format(name)
-            if targets[target] != recipe.format:
-                check_shape(targets[target], recipe.shape[1], recipe.shape[2], f"load {target}")
-    unused = [p for p in wanted.overrides if not any(Quantization(overrides={p: "x"}).format_of(t) for t in targets)]
+    for recipe in (recipe for _, stored in layers for recipe in stored.recipes):
+        name = format_for(recipe.target, config.format, config.overrides)
+        targets[recipe.target] = form = recipe.format if name is None else find_format(name)
+        if form != recipe.format:
+            check_shape(form, recipe.shape[1], recipe.shape[2], f"load {recipe.target}")
+    unused = [pattern for pattern in config.overrides if not any(fnmatchcase(t, pattern) for t in targets)]
     if unused:
         raise invalid_input(
             "MoestroConfig",
@@ -275,20 +178,6 @@ def _targets(layers: list[tuple[Found, Stored]], wanted: Quantization) -> dict[s
             fix="A format is for experts only; routers and other layers keep their dtype.",
         )
     return targets
-
-
-def _settled(wanted: Quantization, targets: Iterable[str]) -> Mapping[str, str]:
-    """The same formats by overrides whose order does not matter: Transformers sorts the keys of what it saves."""
-    by_name = replace(wanted, overrides=dict(sorted(wanted.overrides.items())))
-    chosen = {target: name for target in targets if (name := wanted.format_of(target)) is not None}
-    if all(by_name.format_of(target) == name for target, name in chosen.items()):
-        return wanted.overrides
-    return {target: name for target, name in chosen.items() if name != wanted.format}
-
-
-def _targets_of(conversion: Any) -> list[str]:
-    targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
-    return list(targets)
 
 
 def _open(files: Sequence[str] | None) -> Checkpoint:
@@ -300,40 +189,88 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
             needs="safetensors files, whose tensors can be used where they are",
             fix="Save the model again with save_pretrained.",
         )
-    folder = paths[0].parent
-    found = {path.name for path in folder.glob("*.safetensors")}
-    named = SINGLE in found or (folder / INDEX).is_file()  # Transformers also takes variants, which have other names
-    return open_checkpoint(folder if named and found == {path.name for path in paths} else paths)
+    return open_checkpoint(paths)
 
 
-def _leave_alone(model: Any, names: NameMap, path: str) -> None:
+def _leave_alone(model: Any, reader: Reader, path: str) -> None:
     """Keep Transformers from filling in experts by way of the module above them, if that has all other weights."""
     module = model.get_submodule(path)
-    if path and all(names.keys(f"{path}.{name}") for name, _ in module.named_parameters()):
+    if path and all(reader.names.keys(f"{path}.{name}") for name, _ in module.named_parameters()):
         module._is_hf_initialized = True
-
-
-def _verify(checkpoint: Checkpoint) -> None:
-    """Compare all bytes with the checkpoint's checksums, where it has any."""
-    seen = 0
-
-    def count(done: int, _: int) -> None:
-        nonlocal seen
-        bar.update(done - seen)
-        seen = done
-
-    options = {"desc": "Comparing checksums", "unit": "B", "unit_scale": True, "delay": 1}
-    with tqdm(total=checkpoint.nbytes, **options) as bar:
-        checkpoint.verify(count)
 
 
 def _device_of(model: Any, layer: Found) -> torch.device:
     """Where the layer's other weights are: of its own module, or of the nearest one around it that has any."""
     path = layer.path
     while True:
-        for parameter in model.get_submodule(path).parameters():
-            if parameter.device.type != "meta":
-                return torch.device(parameter.device)
-        if not path:
-            return torch.device("cpu")
+        device: torch.device | None = next(
+            (p.device for p in model.get_submodule(path).parameters() if not p.is_meta), None
+        )
+        if device is not None or not path:
+            return device or torch.device("cpu")
         path = path.rpartition(".")[0]
+
+
+class KeepsExperts(HfQuantizer):
+    """A quantizer of Transformers that hands over to moestro's where that was asked for; mixed in before its class.
+
+    Without a GPU, Transformers dequantises FP8 and MXFP4 checkpoints as a whole, or refuses them. Then, with
+    ``experts_implementation="moestro"`` and without ``dequantize=True``, experts stay as stored.
+    """
+
+    pre_quantized: bool
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._published = dict(quantization_config.to_dict())
+        self._dequantize = bool(getattr(quantization_config, "dequantize", False))  # Mxfp4Config leaves it out above
+        self._own: MoestroQuantizer | None = None
+        self._check: Callable[[], object] | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Put off what Transformers' own way asks for, or warns of, where that way may not be taken."""
+        check = partial(super().validate_environment, *args, **kwargs)
+        if self.pre_quantized and not self._dequantize and not _has_gpu():
+            self._check = check
+        else:
+            check()
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        """Decide, before weights are read."""
+        served = getattr(model.config, "_experts_implementation", None) == METHOD
+        if served and self._check is not None:
+            rest = {name: getattr(value, "value", value) for name, value in self._published.items()}
+            self._own = MoestroQuantizer(MoestroConfig(rest=rest), pre_quantized=True)
+            self.pre_quantized = False
+            self._own.preprocess_model(model, dtype=dtype, **kwargs)
+            return
+        if self._check is not None:
+            self._check()
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Transformers' own, unless moestro reads what is quantised. Transformers before 5.21 passes no model."""
+        if self._own is not None:
+            return weight_conversions
+        found: list[Any] = super().update_weight_conversions(weight_conversions, *args)
+        return found
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        """After weights were read."""
+        if self._own is None:
+            return super().postprocess_model(model, **kwargs)
+        model.hf_quantizer = self._own
+        return self._own.postprocess_model(model, **kwargs)
+
+
+def _has_gpu() -> bool:
+    """Whether Transformers has kernels of its own for these checkpoints here."""
+    return torch.cuda.is_available() or torch.xpu.is_available()
+
+
+def register() -> None:
+    """Put such classes in the places of Transformers' own; a second call changes nothing."""
+    for method in ("fp8", "mxfp4"):
+        own = AUTO_QUANTIZER_MAPPING[method]
+        if not issubclass(own, KeepsExperts):
+            AUTO_QUANTIZER_MAPPING[method] = type(f"Keeps{own.__name__}", (KeepsExperts, own), {})

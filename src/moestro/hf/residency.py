@@ -22,9 +22,6 @@ class Residency:
     The system keeps pages that were given back in its cache as long as nobody needs the memory, and maps them again
     when they are touched; what is bounded is what this process holds. Layers run in turn, so the one that has just run
     is the one that will be needed last. Where the system does not say what a process takes up, nothing is given back.
-
-    Args:
-        checkpoint: whose tensors are mapped.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

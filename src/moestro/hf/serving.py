@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from moestro.hf.activation import describe
 from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
-from moestro.hf.families.base import Adapter, present
+from moestro.hf.families.base import INTERFACE, Adapter
 from moestro.hf.low_precision import FP8, MXFP4
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -25,16 +24,6 @@ from moestro.types import InputFormat
 from moestro.weights import check_input_format
 
 Model = TypeVar("Model", bound=nn.Module)
-
-INTERFACE = Adapter(
-    "experts interface",
-    "*",
-    lambda module: experts.inspect(module, experts.flags_of(module)),
-    experts.settle,
-    experts.serve,
-    projections=experts.projections,
-)
-"""Every experts module that Transformers' own decorator prepared."""
 
 _ADAPTERS = {**ADAPTERS, FP8.module: FP8, MXFP4.module: MXFP4}
 
@@ -99,21 +88,30 @@ def accelerate(
     Raises:
         InvalidInputError: an unknown strategy or input_format, or projections that are neither True nor False.
         UnsupportedError: a dense model, or one with an expert layer that cannot be served or with experts in a list of
-            modules; it names the layer. An
-            input_format of int8 where experts are not stored as integers. Projections where no linear module has
-            16 bits.
+            modules; it names the layer. An input_format of int8 where experts are not stored as integers. Projections
+            where no linear module has 16 bits.
     """
     parse_strategy(strategy, "accelerate")
     check_choice(projections, "accelerate")
     found = find(model)
     if projections:
         check_projections(model, "accelerate")
-    stores = _stores_for(found, input_format)
     fresh = [layer for layer in found if stored_in(layer.module) is None]
+    stores = [store for layer in found if (store := stored_in(layer.module)) is not None]
+    forms = [form for store in stores for form in (store.gate_up.format, store.down.format)]
+    check_input_format(input_format or "float", forms, "accelerate")
     for layer in fresh:
-        if layer.adapter.settle is not experts.settle:  # it will read weights past the calls that bring them to memory
-            with _refusing(model, layer.path, layer.module):
-                present(layer.module)
+        if input_format not in (None, "float"):
+            raise unsupported(
+                "accelerate",
+                got=f"{input_format} inputs for {layer.path or 'the model'}, whose experts are parameters",
+                needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
+                fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
+            )
+        reads_past_calls = layer.adapter.settle is not experts.settle  # which bring offloaded weights to memory
+        if reads_past_calls and any(t.is_meta for t in layer.module.parameters()):
+            reason = "weights on the meta device (offloaded, or not loaded yet), where moestro needs them in memory"
+            raise _refusal(model, layer.path, type(layer.module).__name__, reason)
     for layer in fresh:
         layer.adapter.settle(layer.module, layer.plan)
     for layer in found:
@@ -125,28 +123,9 @@ def accelerate(
     return model
 
 
-def _stores_for(found: list[Found], input_format: InputFormat | None) -> list[ExpertStore]:
-    """The stored experts of these layers; raises if those of one cannot meet rows of this format."""
-    stores = []
-    for layer in found:
-        store = stored_in(layer.module)
-        if store is not None:
-            check_input_format(input_format or "float", (store.gate_up.format, store.down.format), "accelerate")
-            stores.append(store)
-        elif input_format is not None and input_format != "float":
-            check_input_format(input_format, (), "accelerate")
-            raise unsupported(
-                "accelerate",
-                got=f"int8 inputs for {layer.path or 'the model'}, whose experts are parameters",
-                needs="experts stored as integers: int8, int4, mxfp4, nvfp4 or fp4",
-                fix='Load the model with moestro.load(path, format="int4-g32", input_format="int8").',
-            )
-    return stores
-
-
 @dataclass(frozen=True)
 class Found:
-    """An expert layer of a model that can be served: where it is, and by what."""
+    """An expert layer of a model that can be served."""
 
     path: str
     module: nn.Module
@@ -160,9 +139,25 @@ def find(model: nn.Module) -> list[Found]:
     Raises:
         UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
     """
-    found = [
-        Found(path, module, adapter, _read(model, path, module, adapter)) for path, module, adapter in _find(model)
-    ]
+    found: list[Found] = []
+    inner: set[nn.Module] = set()  # of modules that were dealt with as a whole
+    for path, module in model.named_modules():
+        name, adapter = type(module).__name__, adapter_of(module)
+        if module in inner:
+            continue
+        if adapter is not None or (name in LEFT and _of_transformers(module)):
+            inner.update(module.modules())
+        elif name in REFUSED:
+            raise _refusal(model, path, name, REFUSED[name])
+        elif routes(name) and all(adapter_of(m) is None for m in module.modules()):
+            reason = "moestro has no adapter for it, and Transformers' experts interface misses it"
+            raise _refusal(model, path, name, reason, _ELSEWHERE)
+        if adapter is not None:
+            try:
+                found.append(Found(path, module, adapter, _plan(module, adapter)))
+            except UnsupportedError as error:
+                reason = error.reason if isinstance(error, RefusedError) else str(error)
+                raise _refusal(model, path, name, reason) from error
     if not found:
         _check_lists(model)
         raise unsupported(
@@ -189,7 +184,7 @@ def served(model: nn.Module) -> list[Served]:
         for path, module in model.named_modules()
         if (adapter := adapter_of(module)) is not None
         and (strategy := _strategy_of(module, adapter)) is not None
-        and (plan := _plan_of(module, adapter)) is not None
+        and (plan := _plan(module, adapter, module.__dict__.get(PLAN))) is not None
     ]
 
 
@@ -199,27 +194,6 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     if adapter is None and {"has_gate", "is_transposed"} <= vars(module).keys():
         return INTERFACE
     return adapter
-
-
-def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
-    """Every module to serve; raises for a layer that routes and is not known."""
-    taken: list[str] = []
-    modules = dict(model.named_modules())
-    adapters = {path: a for path, m in modules.items() if (a := adapter_of(m)) is not None}
-    for path, module in modules.items():
-        name = type(module).__name__
-        if any(path.startswith(f"{above}.") or above == "" for above in taken):
-            continue
-        if path in adapters:
-            taken.append(path)
-            yield path, module, adapters[path]
-        elif name in LEFT and _of_transformers(module):
-            taken.append(path)
-        elif name in REFUSED or (routes(name) and not _above(path, adapters)):
-            if name in REFUSED:
-                raise _refusal(model, path, name, REFUSED[name])
-            reason = "moestro has no adapter for it, and Transformers' experts interface misses it"
-            raise _refusal(model, path, name, reason, _ELSEWHERE)
 
 
 def _check_lists(model: nn.Module) -> None:
@@ -252,26 +226,12 @@ def _of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
-def _above(path: str, adapters: dict[str, Adapter]) -> bool:
-    return any(other.startswith(f"{path}." if path else "") for other in adapters)
-
-
-def _read(model: nn.Module, path: str, module: nn.Module, adapter: Adapter) -> Plan:
+def _plan(module: nn.Module, adapter: Adapter, remembered: Plan | None = None) -> Plan:
+    """How a module is served: as it is stored, or as its adapter finds unless that is remembered."""
     store = stored_in(module)
     if store is not None:
         return Plan(store.stored.projections.activation, layout=store.layout)
-    with _refusing(model, path, module):
-        return adapter.inspect(module)
-
-
-@contextmanager
-def _refusing(model: nn.Module, path: str, module: nn.Module) -> Iterator[None]:
-    """Name the model and the layer in what a module refuses."""
-    try:
-        yield
-    except UnsupportedError as error:
-        reason = error.reason if isinstance(error, RefusedError) else str(error)
-        raise _refusal(model, path, type(module).__name__, reason) from error
+    return remembered or adapter.inspect(module)
 
 
 def _refusal(model: nn.Module, path: str, name: str, reason: str, fix: str = _RUNS) -> UnsupportedError:
@@ -315,11 +275,3 @@ def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
     if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == "moestro":
         return "auto"
     return None
-
-
-def _plan_of(module: nn.Module, adapter: Adapter) -> Plan:
-    store = stored_in(module)
-    if store is not None:
-        return Plan(store.stored.projections.activation, layout=store.layout)
-    plan: Plan | None = module.__dict__.get(PLAN)
-    return adapter.inspect(module) if plan is None else plan

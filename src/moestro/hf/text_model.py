@@ -17,11 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import MoestroError, invalid_input
+from moestro.hf.config import QUANTIZED, MoestroConfig
 from moestro.hf.loading import load
 from moestro.hf.models import explained, find_device, find_model, fitting, out_of_memory, read_config
-from moestro.hf.quantization import MoestroConfig
 from moestro.hf.serving import Served, accelerate, adapter_of, find, served
-from moestro.hf.sources import QUANTIZED
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
 

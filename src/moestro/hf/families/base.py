@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moestro.formats import SplitTensor, StoredExperts, dense
+from moestro.hf import experts
 from moestro.hf.experts import PLAN, Plan, refuse
-from moestro.hf.layout import SETTLING, why_not_in_place
-from moestro.hf.projections import Find
+from moestro.hf.store import Find
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Adapter:
     left: tuple[str, ...] = ()
 
 
-def present(module: nn.Module) -> None:
-    """Check that what an adapter reads past its own module is in memory, and not offloaded."""
-    if any(t.is_meta for t in module.parameters()):
-        raise refuse(module, "weights on the meta device (offloaded, or not loaded yet)", "weights in memory")
+INTERFACE = Adapter(
+    "experts interface", "*", experts.inspect, experts.settle, experts.serve, projections=experts.projections
+)
+"""Every experts module that Transformers' own decorator prepared."""
 
 
 def remember(module: nn.Module, plan: Plan) -> Plan:
@@ -58,26 +58,20 @@ def recall(module: nn.Module, inspect: Callable[[nn.Module], Plan]) -> Plan:
     return remember(module, inspect(module)) if plan is None else plan
 
 
-def differentiates(tensors: Iterable[Tensor]) -> bool:
-    """Whether autograd will look for these very parameters: then joint storage is no substitute for them."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def is_recorded(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd, or a graph that is being made, will look for these very parameters."""
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def plain(module: nn.Module, name: str, wanted: type[nn.Module] | str) -> Any:
-    """The sub-module `name`, whose parameters an adapter reads past its forward.
-
-    Args:
-        module: what the adapter serves.
-        name: of the sub-module.
-        wanted: the class it must be, or the name of a class of Transformers.
+    """The sub-module `name`, of a class or of Transformers' class of this name, whose parameters an adapter reads.
 
     Raises:
         UnsupportedError: it is wrapped or replaced (LoRA): what its forward adds would be lost.
     """
     layer = module.get_submodule(name)
     own = type(layer)
-    known = own is wanted or (own.__name__ == wanted and own.__module__.startswith("transformers."))
-    if not known:
+    if own is not wanted and (own.__name__ != wanted or not own.__module__.startswith("transformers.")):
         raise refuse(
             module,
             f"{name} as {own.__module__}.{own.__name__}",
@@ -87,42 +81,8 @@ def plain(module: nn.Module, name: str, wanted: type[nn.Module] | str) -> Any:
     return layer
 
 
-def join(parameters: list[Tensor], dim: int) -> Tensor:
-    """`parameters`, all of one shape, stacked along a new dimension `dim`.
-
-    Where autograd needs the parameters themselves, or somebody else looks at their bytes, the result is a copy.
-    Otherwise they are moved into one storage, once, and become views of it: nothing is kept twice. What moved since
-    (``.to()``, a copy) moves again.
-    """
-    if differentiates(parameters) or torch.compiler.is_compiling():
-        return torch.stack(parameters, dim)
-    with SETTLING, torch.no_grad():
-        whole = _joined(parameters, dim)
-        if whole is not None:
-            return whole
-        apart = len({p.data_ptr() for p in parameters}) == len(parameters)
-        if not apart or any(why_not_in_place(p) is not None for p in parameters):
-            return torch.stack(parameters, dim)
-        with torch.inference_mode(False):
-            whole = torch.stack([p.detach() for p in parameters], dim)
-            for parameter, part in zip(parameters, whole.unbind(dim), strict=True):
-                parameter.data = part
-        return whole
-
-
-def _joined(parameters: list[Tensor], dim: int) -> Tensor | None:
-    """The tensor that the parameters are the slices of along `dim`, if they lie in memory that way."""
-    first = parameters[0]
-    shape = [*first.shape[:dim], len(parameters), *first.shape[dim:]]
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    step = strides.pop(dim)
-    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
-    lie = all(
-        p.stride() == tuple(strides)
-        and p.storage_offset() == offset + i * step
-        and p.untyped_storage().data_ptr() == storage
-        and p.dtype == first.dtype
-        and p.device == first.device
-        for i, p in enumerate(parameters)
-    )
-    return first.detach().as_strided(shape, [*strides[:dim], step, *strides[dim:]], offset) if lie else None
+def stacked(parameters: list[Tensor]) -> StoredExperts:
+    """One matrix an expert as experts [E, N, K]: as they are, or a copy where they are recorded."""
+    if is_recorded(parameters):
+        return dense(torch.stack(parameters))
+    return SplitTensor(tuple((dense(p),) for p in parameters))

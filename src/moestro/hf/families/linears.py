@@ -1,11 +1,8 @@
-"""Switch Transformers and NLLB-MoE: every expert is a module of its own with two linear layers.
-
-Their weights are stacked once, in place: the linear layers keep their parameters, as views of the stack.
-"""
+"""Switch Transformers and NLLB-MoE: every expert is a module of its own with two linear layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,29 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from moestro.errors import unsupported
-from moestro.formats import PackedTensor, dense
 from moestro.hf import experts
 from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter, join, plain, recall, remember
+from moestro.hf.families.base import Adapter, is_recorded, plain, recall, remember, stacked
 from moestro.types import EMPTY, Activation, Routing
 from moestro.weights import ExpertWeights
 
-
-@dataclass(frozen=True)
-class Names:
-    """What a family calls the two linear layers of an expert."""
-
-    first: str
-    second: str
+SWITCH_NAMES = ("wi", "wo")
+NLLB_NAMES = ("fc1", "fc2")
 
 
-SWITCH_NAMES = Names("wi", "wo")
-NLLB_NAMES = Names("fc1", "fc2")
-
-
-def inspect(names: Names, module: Any) -> Plan:
-    layers = [*_layers(module, names.first), *_layers(module, names.second)]
+def inspect(names: tuple[str, str], module: Any) -> Plan:
+    layers = [layer for name in names for layer in _layers(module, name)]
     experts.check_dense(module, (p for layer in layers for p in layer.parameters()))
     dtypes = sorted({str(layer.weight.dtype) for layer in layers})
     if len(dtypes) > 1:
@@ -43,24 +30,22 @@ def inspect(names: Names, module: Any) -> Plan:
     return Plan(recognise(_experts(module)[0].act, False))
 
 
-def expert_weights(names: Names, module: Any) -> ExpertWeights:
+def expert_weights(names: tuple[str, str], module: Any) -> ExpertWeights:
     """All experts' linear layers as one value: gate_up [E, I, H], down [E, H, I], biases where they exist."""
-    own = _experts(module)
+    plan, own = recall(module, partial(inspect, names)), _experts(module)[0]
+    first, second = (_layers(module, name) for name in names)
+    activation = plan.activation
+    if module.training and own.dropout.p > 0:
+        activation = Activation("custom", gated=False, function=lambda z: own.dropout(own.act(z)))
 
-    first, second = _layers(module, names.first), _layers(module, names.second)
+    def make() -> ExpertWeights:
+        gate_up, down = (stacked([layer.weight for layer in layers]) for layers in (first, second))
+        return ExpertWeights(gate_up, down, _biases(first), _biases(second), activation)
 
-    def weight(layers: list[Any]) -> PackedTensor:
-        return dense(join([layer.weight for layer in layers], dim=0))
-
-    def bias(layers: list[Any]) -> Tensor | None:
-        return None if layers[0].bias is None else join([layer.bias for layer in layers], dim=0)
-
-    activation = recall(module, partial(inspect, names)).activation
-    dropout = own[0].dropout
-    if module.training and dropout.p > 0:
-        act = own[0].act
-        activation = Activation("custom", gated=False, function=lambda z: dropout(act(z)))
-    return ExpertWeights(weight(first), weight(second), bias(first), bias(second), activation)
+    weights = [layer.weight for layer in (*first, *second)]
+    if first[0].bias is not None or activation is not plan.activation or is_recorded(weights):
+        return make()
+    return experts.kept(plan, (), weights, make)
 
 
 def forward_switch(
@@ -90,8 +75,11 @@ def check_mask(own: Any) -> None:
     nn.ModuleDict.__init__(stand_in)
     stand_in.num_experts, stand_in.moe_token_dropout = 4, 0.0
     for e in range(4):
-        stand_in[f"expert_{e}"] = _Times(10.0**e)
-    answer = float(stand_in(torch.ones(1, 1), torch.tensor([[0, 0, 1, 0]]), torch.tensor([[0.0, 0.25, 0.5, 0.0]])))
+        stand_in[f"expert_{e}"] = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(stand_in[f"expert_{e}"].weight, 10.0**e)
+    one, mask, probs = torch.ones(1, 1), torch.tensor([[0, 0, 1, 0]]), torch.tensor([[0.0, 0.25, 0.5, 0.0]])
+    with torch.no_grad():
+        answer = float(stand_in(one, mask, probs))
     if answer != _BY_VALUE:
         raise unsupported(
             own.__name__,
@@ -123,15 +111,6 @@ def forward_nllb(
     return experts.run_rows(hidden_states, routing, weights, strategy)
 
 
-class _Times(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
 def _experts(module: Any) -> list[Any]:
     return [m for name, m in module.named_children() if name.startswith("expert_")]
 
@@ -139,6 +118,10 @@ def _experts(module: Any) -> list[Any]:
 def _layers(module: Any, name: str) -> list[Any]:
     paths = [f"{e}.{name}" for e, _ in module.named_children() if e.startswith("expert_")]
     return [plain(module, path, nn.Linear) for path in paths]
+
+
+def _biases(layers: list[Any]) -> Tensor | None:
+    return None if layers[0].bias is None else torch.stack([layer.bias for layer in layers])
 
 
 _LAYOUT = "two linear layers an expert, not gated"

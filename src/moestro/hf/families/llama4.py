@@ -14,7 +14,7 @@ from torch import Tensor
 from moestro.hf import experts
 from moestro.hf.experts import Flags, Plan
 from moestro.hf.families.base import Adapter, plain, remember
-from moestro.hf.projections import Projections
+from moestro.hf.store import Projections, stored_weights
 
 TRANSPOSED = Flags(transposed=True)
 
@@ -35,7 +35,7 @@ def forward(module: Any, hidden_states: Tensor, *, strategy: str) -> tuple[Tenso
     scores, logits = module.router(rows)
     weights, ids = scores.topk(module.top_k, dim=-1)
     inner = _inner(module)
-    expert_weights = experts.stored_weights(inner) or experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
+    expert_weights = stored_weights(inner) or experts.expert_weights(inner, experts.plan_of(inner, TRANSPOSED))
     routing = replace(experts.model_routing(ids, weights), weight_on="input")
     routed = experts.run_rows(rows, routing, expert_weights, strategy)
     return module.shared_expert(rows) + routed, logits

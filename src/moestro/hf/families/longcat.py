@@ -9,14 +9,13 @@ from torch import Tensor
 
 from moestro.formats import dense
 from moestro.hf import experts
-from moestro.hf.activation import recognise
 from moestro.hf.experts import Plan
 from moestro.hf.families.base import Adapter, recall, remember
 from moestro.weights import ExpertWeights
 
 
 def inspect(module: Any) -> Plan:
-    num_experts = _num_experts(module)
+    num_experts = int(module.num_routed_experts)
     if num_experts:
         gate_up, down = module.gate_up_proj, module.down_proj
         experts.check_dense(module, (gate_up, down))
@@ -26,13 +25,12 @@ def inspect(module: Any) -> Plan:
                 f"gate_up_proj for {len(gate_up)} and down_proj for {len(down)} experts",
                 f"both for its {num_experts} routed experts",
             )
-    gate = experts.gate_of(module, gated=True)
-    return Plan(recognise(gate, True, experts.constants_of(module)))
+    return Plan(experts.activation_of(module, gated=True))
 
 
 def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, strategy: str) -> Tensor:
     """LongcatFlashExperts: hidden_states [T, H], ids and weights [T, K] -> [T, H]."""
-    num_experts = _num_experts(module)
+    num_experts = int(module.num_routed_experts)
     kept = torch.where(top_k_index >= num_experts, top_k_weights, 0).sum(-1, keepdim=True)
     identity = (hidden_states * kept).to(hidden_states.dtype)
     if num_experts == 0:
@@ -43,10 +41,6 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         activation=recall(module, inspect).activation,
     )
     return experts.apply(hidden_states, top_k_index, top_k_weights, weights, strategy) + identity
-
-
-def _num_experts(module: Any) -> int:
-    return int(module.num_routed_experts)
 
 
 LONGCAT_FLASH = Adapter("LongCat-Flash", "LongcatFlashExperts", inspect, remember, forward, "identity experts")

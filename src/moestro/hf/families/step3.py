@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from moestro.hf import experts
-from moestro.hf.experts import Plan
-from moestro.hf.families.base import Adapter
+from moestro.hf.families.base import INTERFACE
 
-
-def inspect(module: Any) -> Plan:
-    return experts.inspect(module, experts.flags_of(module))
-
-
-STEP3P7 = Adapter(
-    "Step-3.7",
-    "Step3p7Experts",
-    inspect,
-    experts.settle,
-    experts.serve,
-    "clamp after the activation",
-    projections=experts.projections,
-)
+STEP3P7 = replace(INTERFACE, family="Step-3.7", module="Step3p7Experts", layout="clamp after the activation")
