@@ -81,10 +81,31 @@ def edit(folder, change):
     path.write_text(json.dumps(config, indent=2))
 
 
+def unmark(config):
+    del config["experts_implementation"], config["quantization_config"]["version"]
+
+
 @pytest.fixture
 def before(made, tmp_path):
+    """As it was written before folders were marked."""
     moestro.load(made.wide(), format="int8").save_pretrained(tmp_path / "old")
+    edit(tmp_path / "old", unmark)
     return tmp_path / "old"
+
+
+@pytest.mark.parametrize("loading", [moestro.load, AutoModelForCausalLM.from_pretrained], ids=["load", "transformers"])
+def test_a_folder_written_before_is_right_and_says_how_to_mend_it(made, before, loading):
+    with pytest.warns(UserWarning, match="earlier moestro") as caught:
+        model = loading(before)
+    (said,) = caught
+    assert bit_equal(logits(model), logits(moestro.load(made.wide(), format="int8")))
+    path = before / "config.json"
+    assert str(path) in str(said.message)
+    line = str(said.message).partition("add the line ")[2].partition(" after")[0]
+    path.write_text(path.read_text().replace("{", "{" + line, 1))
+    assert bit_equal(logits(loading(before)), logits(model))
+    model.save_pretrained(before.parent / "new")
+    loading(before.parent / "new")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ load it.
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -63,6 +65,8 @@ class MoestroQuantizer(HfQuantizer):
                 fix='Map those layers to "cpu".',
             )
         self._checkpoint = _open(checkpoint_files)
+        if not self.source.changes_nothing:  # moestro wrote the files
+            _warn_unmarked(Path(self._checkpoint.files[0]).with_name("config.json"))
         reader = Reader(model, self._checkpoint, self.source)
         self._layers, config = reader.layers, self.quantization_config
         self._targets = _targets(self._layers, config)
@@ -154,6 +158,21 @@ class MoestroQuantizer(HfQuantizer):
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
+
+
+def _warn_unmarked(path: Path) -> None:
+    """Say how to mend a config.json that moestro wrote before it marked what only moestro can read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a variant whose configuration has another name
+        return
+    if isinstance(found, dict) and any(found.get(key) != value for key, value in MARK.items()):
+        line = ", ".join(f'"{key}": "{value}",' for key, value in MARK.items())
+        warnings.warn(
+            f"{path} was written by an earlier moestro. It loads correctly here, but Transformers alone would fill its"
+            f" experts with random numbers: add the line {line} after its first brace, and that becomes an error.",
+            stacklevel=2,
+        )
 
 
 def _show(bar: Any, done: int, total: int) -> None:
