@@ -72,13 +72,12 @@ def start(plan: Plan) -> tuple[Report, Plan]:
     """A report without rows, with the roof as measured now; and the plan without the peers that are not here."""
     on_cpu = torch.device(plan.device).type == "cpu"
     report = Report(
-        command=" ".join(["moestro", *sys.argv[1:]]),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine={**machine.describe(), "device": plan.device, **_gpu(plan.device)},
-        versions=versions(),
+        **about(plan.device),
         roofs={dtype_name(dtype): machine.measure(dtype, plan.device) for dtype in plan.dtypes},
         peaks=machine.peaks() if on_cpu else machine.matrix_rates(plan.device),
     )
+    if torch.device(plan.device).type == "cuda":
+        report.machine |= {"gpu": machine.describe_gpu(plan.device), "bandwidths": machine.bandwidths(plan.device)}
     plan, notes = only_those_here(plan)
     if notes:
         report.notes["run"] = notes
@@ -199,13 +198,6 @@ def release(device: str) -> None:
             torch.cuda.empty_cache()
 
 
-def _gpu(device: str) -> dict[str, Any]:
-    """What a report says of a CUDA device."""
-    if torch.device(device).type != "cuda":
-        return {}
-    return {"gpu": machine.describe_gpu(device), "bandwidths": machine.bandwidths(device)}
-
-
 def only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan without peers that cannot run on this machine or device, and the sentences why, each once."""
     reasons: dict[str, list[str]] = {}
@@ -238,6 +230,16 @@ def bits_of(plan: Plan, dtype: torch.dtype) -> list[int]:
 def num_points(plan: Plan) -> int:
     """How often `run` calls back where memory holds every layer."""
     return len(plan.layers) * len(plan.tokens) * sum(len(bits_of(plan, dtype)) for dtype in plan.dtypes)
+
+
+def about(device: str) -> dict[str, Any]:
+    """What every report says of its run: `command`, `date`, `machine` and `versions`."""
+    return {
+        "command": " ".join(["moestro", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {**machine.describe(), "device": device},
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str]:

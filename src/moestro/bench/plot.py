@@ -99,9 +99,14 @@ def _panel(axis: Any, rows: list[Row], report: Report, styles: dict[str, dict[st
     axis.set_xlim(left, right)
     lowest, highest = roof.bytes_per_second / 1e9 * left, roof.flops_per_second / 1e9
     axis.set_ylim(min(*ys, lowest) / 2.5, max(*ys, *peaks.values(), highest) * 2)
-    axis.set_title(title(rows[0]), fontsize=10, color=INK, loc="left")
-    axis.set_xlabel("FLOP per byte of active weights", fontsize=9, color=INK)
     axis.set_ylabel("GFLOP/s", fontsize=9, color=INK)
+    finish(axis, title(rows[0]), "FLOP per byte of active weights")
+
+
+def finish(axis: Any, title: str, label: str) -> None:
+    """Title, label of x, grid and ticks of one panel, as in every picture."""
+    axis.set_title(title, fontsize=10, color=INK, loc="left")
+    axis.set_xlabel(label, fontsize=9, color=INK)
     axis.grid(True, which="major", color=INK, alpha=0.08)
     axis.tick_params(labelsize=8, colors=INK)
     for side in ("top", "right"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from moestro.errors import invalid_input
 from moestro.quality.held_out import held_out
 from moestro.quality.report import Text
-from moestro.quality.score import windows
+from moestro.quality.score import Window, windows
 
 OPERATION = "quality"
 HELD_OUT = "held-out standard library"
@@ -32,9 +32,13 @@ class Corpus:
     text: Text
     documents: tuple[Tensor, ...]
 
+    def windows(self) -> Iterator[tuple[Tensor, Window]]:
+        """Every window, with its document."""
+        return ((d, window) for d in self.documents for window in windows(d.numel(), self.text.context))
+
     @property
     def num_windows(self) -> int:
-        return sum(len(list(windows(d.numel(), self.text.context))) for d in self.documents)
+        return sum(1 for _ in self.windows())
 
 
 def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: int | None = None) -> Corpus:

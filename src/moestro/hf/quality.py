@@ -6,17 +6,14 @@ baseline's expert layers hand their inputs and routing to the variant's on the w
 
 from __future__ import annotations
 
-import datetime
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moestro import machine
-from moestro.bench.measure import versions
+from moestro.bench.measure import about
 from moestro.errors import MoestroError, invalid_input
 from moestro.formats import FORMATS, check_shape, find_format
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
@@ -27,8 +24,8 @@ from moestro.hf.serving import find, stored_in
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
 from moestro.hf.text_model import DTYPES, TextSource, find_text_model
-from moestro.quality.report import Model, QualityReport, Row, Stored
-from moestro.quality.score import Tally, windows
+from moestro.quality.report import Model, QualityReport, Row
+from moestro.quality.score import Tally
 from moestro.types import InputFormat
 from moestro.weights import check_input_format
 
@@ -151,77 +148,59 @@ def measure(
     source = find_text_model(model)
     limit = DEFAULT_TOKENS if options.tokens is None else options.tokens or None
     corpus = read_corpus(source.tokenizer, min(source.context or CONTEXT, CONTEXT), options.text, limit)
-    baseline = _load(source, options, Variant(options.against) if options.against else None)
+    how = None if options.against is None else MoestroConfig(options.against)
+    baseline = load(source.path, how, "float32", options.device, "float")
     refused = {variant: _why_not(baseline, variant, options.input_format) for variant in wanted}
     for variant, refusal in refused.items():
         if refusal is not None and variant.needed:
             raise refusal
+    own, rows = _stored(baseline), dict.fromkeys(wanted, Row(""))
+    rows |= {variant: _skipped(variant, refusal) for variant, refusal in refused.items() if refusal is not None}
     fitting = [variant for variant, refusal in refused.items() if refusal is None]
-    rows = {variant: _skipped(variant, refusal) for variant, refusal in refused.items() if refusal is not None}
-    progress = _Progress(on_window, corpus.num_windows, len(fitting))
-    for variant in fitting:
-        progress.start(variant)
+    each = corpus.num_windows
+    for place, variant in enumerate(fitting):
+
+        def tell(done: int, name: str = variant.name, before: int = place * each) -> None:
+            on_window(name, before + done, each * len(fitting))
+
         try:
-            rows[variant] = _measure(source, options, variant, baseline, corpus, progress)
+            own, rows[variant] = _measure(source, options, variant, baseline, corpus, tell)
         except MoestroError as refusal:
             if variant.needed or len(fitting) == 1:
                 raise
             rows[variant] = _skipped(variant, refusal)
+    num_experts, hidden_size, intermediate_size = _stores(baseline)[0].down.shape
+    sizes = len(_stores(baseline)), hidden_size, intermediate_size, num_experts
     return QualityReport(
-        command=" ".join(["moestro", *sys.argv[1:]]),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine={**machine.describe(), "device": options.device},
-        versions=versions(),
-        model=_describe(source, baseline),
+        **about(options.device),
+        model=Model(source.name, type(baseline).__name__, *sizes),
         text=corpus.text,
-        baseline=_stored(baseline),
-        rows=[rows[variant] for variant in wanted],
+        baseline=own,
+        rows=list(rows.values()),
     )
 
 
-class _Progress:
-    """Counts windows over all variants; those of a variant that is given up count as done."""
-
-    def __init__(self, on_window: OnWindow, windows_each: int, num_variants: int) -> None:
-        self._tell, self._each, self._total = on_window, windows_each, windows_each * num_variants
-        self._name, self._started, self._done = "", 0, 0
-
-    def start(self, variant: Variant) -> None:
-        self._name, self._done = variant.name, self._each * self._started
-        self._started += 1
-        self._tell(self._name, self._done, self._total)
-
-    def advance(self) -> None:
-        self._done += 1
-        self._tell(self._name, self._done, self._total)
-
-
 def _measure(
-    source: TextSource, options: Options, variant: Variant, baseline: Any, corpus: Corpus, progress: _Progress
-) -> Row:
-    start = time.perf_counter()
-    model = _load(source, options, variant, options.dtype, options.input_format)
-    pair = SideBySide(model, baseline)
-    tally = Tally(pair.paths)
-    for document in corpus.documents:
-        for window in windows(document.numel(), corpus.text.context):
-            pair.read(document, window, tally)
-            progress.advance()
-    change = tally.change(corpus.text.num_bytes)
-    seconds = time.perf_counter() - start
-    return Row(variant.format, variant.search, "ok", None, _stored(model, variant.search), change, seconds)
-
-
-def _load(
     source: TextSource,
     options: Options,
-    variant: Variant | None,
-    dtype: str = "float32",
-    input_format: InputFormat = "float",
-) -> Any:
-    """The model with its experts as the variant says, or as the checkpoint has them."""
-    how = None if variant is None else MoestroConfig(variant.format, variant.search or "nearest")
-    return load(source.path, how, dtype, options.device, input_format)
+    variant: Variant,
+    baseline: Any,
+    corpus: Corpus,
+    tell: Callable[[int], object],
+) -> tuple[Row, Row]:
+    """The rows of the baseline and of a variant; `tell` is called with the number of windows that both have read."""
+    tell(0)
+    start = time.perf_counter()
+    how = MoestroConfig(variant.format, variant.search or "nearest")
+    model = load(source.path, how, options.dtype, options.device, options.input_format)
+    pair = SideBySide(model, baseline)
+    tally = Tally(pair.paths)
+    for done, (document, window) in enumerate(corpus.windows(), 1):
+        pair.read(document, window, tally)
+        tell(done)
+    row = replace(_stored(model), format=variant.format, search=variant.search)
+    own, row = tally.rows(_stored(baseline), row, corpus.text.num_bytes)
+    return own, replace(row, seconds=time.perf_counter() - start)
 
 
 def _stores(model: Any) -> list[ExpertStore]:
@@ -247,20 +226,14 @@ def _skipped(variant: Variant, refusal: MoestroError) -> Row:
     return Row(variant.format, variant.search, "skipped", reason.replace(f" for format {variant.format}", ""))
 
 
-def _stored(model: Any, search: str | None = None) -> Stored:
+def _stored(model: Any) -> Row:
+    """How a model stores its experts."""
     kept = [projection for store in _stores(model) for projection in (store.gate_up, store.down)]
     nbytes = sum(projection.nbytes for projection in kept)
-    return Stored(
+    return Row(
         format=" and ".join(dict.fromkeys(projection.format.name for projection in kept)),
-        search=search,
         dtype=str(model.dtype).removeprefix("torch."),
         input_format=_stores(model)[0].input_format,
         bits_per_weight=8 * nbytes / sum(math.prod(projection.shape) for projection in kept),
         expert_bytes=nbytes,
     )
-
-
-def _describe(source: TextSource, baseline: Any) -> Model:
-    stores = _stores(baseline)
-    num_experts, hidden_size, intermediate_size = stores[0].down.shape
-    return Model(source.name, type(baseline).__name__, len(stores), hidden_size, intermediate_size, num_experts)

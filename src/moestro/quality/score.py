@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moestro.errors import invalid_input
+from moestro.quality.report import Layer, Row
 from moestro.types import EMPTY
 
 CHUNK_ITEMS = 1 << 20
@@ -33,10 +35,6 @@ class Window:
     stop: int
     skip: int
 
-    @property
-    def num_scored(self) -> int:
-        return self.stop - self.start - self.skip
-
 
 def windows(num_tokens: int, context: int) -> Iterator[Window]:
     """Windows of at most `context` tokens that score every token of a document but the first, each once.
@@ -51,8 +49,7 @@ def windows(num_tokens: int, context: int) -> Iterator[Window]:
         scored = stop
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
+class Scores(NamedTuple):
     """What one window says of each token, all [T] on the CPU.
 
     Attributes:
@@ -78,32 +75,29 @@ def score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> Scores:
         InvalidInputError: logits with NaN or infinity, but for the minus infinity of an impossible token.
     """
     for name, values in (("logits", logits), ("baseline logits", baseline_logits)):
-        _check_logits(name, values)
+        if bool((values.isnan() | values.isposinf()).any()) or bool(values.isneginf().all(-1).any()):
+            raise invalid_input(
+                "quality",
+                got=f"{name} with NaN or infinity",
+                needs="finite predictions",
+                fix="Compute in float32 or bfloat16, and look at the weights.",
+            )
     height = max(CHUNK_ITEMS // max(logits.shape[1], 1), 1)
-    pieces = [
-        _score(*piece)
-        for piece in zip(*(torch.split(values, height) for values in (logits, baseline_logits, targets)), strict=True)
-    ]
-    nats, baseline_nats, divergence, agrees = (torch.cat(parts).cpu() for parts in zip(*pieces, strict=True))
-    return Scores(nats, baseline_nats, divergence, agrees)
+    pieces = zip(*(torch.split(values, height) for values in (logits, baseline_logits, targets)), strict=True)
+    return _joined([_score(*piece) for piece in pieces])
 
 
-def _check_logits(name: str, logits: Tensor) -> None:
-    if bool((logits.isnan() | logits.isposinf()).any()) or bool(logits.isneginf().all(-1).any()):
-        raise invalid_input(
-            "quality",
-            got=f"{name} with NaN or infinity",
-            needs="finite predictions",
-            fix="Compute in float32 or bfloat16, and look at the weights.",
-        )
+def _joined(pieces: list[Scores]) -> Scores:
+    return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
-def _score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> Scores:
     log_q, log_p = (F.log_softmax(values.double(), -1) for values in (logits, baseline_logits))
     nats, baseline_nats = (-values.gather(1, targets[:, None])[:, 0] for values in (log_q, log_p))
     p = log_p.exp()
     divergence = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).clamp_(min=0.0)
-    return nats, baseline_nats, divergence, logits.argmax(-1) == baseline_logits.argmax(-1)
+    agrees = logits.argmax(-1) == baseline_logits.argmax(-1)
+    return Scores(*(values.cpu() for values in (nats, baseline_nats, divergence, agrees)))
 
 
 def changed_choices(expert_ids: Tensor, baseline_ids: Tensor) -> tuple[int, int]:
@@ -122,81 +116,23 @@ def nearest_rank(values: Tensor, share: float) -> float:
     return float(values.sort().values[max(math.ceil(share * values.numel()) - 1, 0)])
 
 
-@dataclass(frozen=True)
-class Likelihood:
-    """How well a model predicts a text.
+def likelihood(nats: Tensor, num_bytes: int) -> dict[str, Any]:
+    """How well a text is predicted, by the names that `Row` has for it.
 
-    Attributes:
-        num_tokens: that were predicted.
+    Args:
+        nats: [T], negative log-likelihoods of its tokens.
         num_bytes: of UTF-8 that these tokens stand for.
-        nats: their negative log-likelihood.
     """
-
-    num_tokens: int
-    num_bytes: int
-    nats: float
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.num_bytes
-
-    @property
-    def bits_per_token(self) -> float:
-        return self.nats / math.log(2) / self.num_tokens
-
-    @property
-    def perplexity(self) -> float:
-        """e to the mean nats a token."""
-        return math.exp(min(self.nats / self.num_tokens, 700.0))
-
-
-@dataclass(frozen=True)
-class LayerChange:
-    """One expert layer against the baseline's.
-
-    Attributes:
-        path: its name in the model.
-        error: L2 norm of the difference of both outputs over that of the baseline's, all tokens together, where both
-            layers are given the baseline's inputs and routing.
-        changed: share of the baseline's (token, slot) choices that the model does not make in its own forward pass.
-    """
-
-    path: str
-    error: float
-    changed: float
-
-
-@dataclass(frozen=True)
-class Change:
-    """A model against its baseline.
-
-    Attributes:
-        likelihood, baseline: of the text.
-        divergence, divergence_p99: mean and 99th percentile over tokens of KL(baseline || model), in nats.
-        agreement: share of tokens for which both models hold the same token for the likeliest.
-        layers: in the order in which they run.
-    """
-
-    likelihood: Likelihood
-    baseline: Likelihood
-    divergence: float
-    divergence_p99: float
-    agreement: float
-    layers: tuple[LayerChange, ...]
-
-    @property
-    def expert_error(self) -> float:
-        """Mean over the layers."""
-        return sum(layer.error for layer in self.layers) / max(len(self.layers), 1)
-
-    @property
-    def changed_routing(self) -> float:
-        """Mean over the layers."""
-        return sum(layer.changed for layer in self.layers) / max(len(self.layers), 1)
+    total, mean = float(nats.sum()), float(nats.mean())
+    return {
+        "bits_per_byte": total / math.log(2) / num_bytes,
+        "bits_per_token": mean / math.log(2),
+        "perplexity": math.exp(min(mean, 700.0)),
+    }
 
 
 class Tally:
-    """Gathers `Change` from one window after the other.
+    """Gathers what one window after the other says.
 
     Args:
         paths: names of the expert layers, in the order in which they run.
@@ -205,10 +141,8 @@ class Tally:
     def __init__(self, paths: tuple[str, ...]) -> None:
         self._paths = paths
         self._scores: list[Scores] = []
-        self._errors = [0.0] * len(paths)
-        self._norms = [0.0] * len(paths)
-        self._changed = [0] * len(paths)
-        self._choices = [0] * len(paths)
+        self.sums = torch.zeros(len(paths), 4, dtype=torch.float64)
+        """Of each layer: squares of its error and of the baseline's output, changed choices and all of them."""
 
     def add_scores(self, scores: Scores) -> None:
         """The predictions of a window."""
@@ -217,38 +151,36 @@ class Tally:
     def add_outputs(self, layer: int, output: Tensor, baseline: Tensor) -> None:
         """A layer's outputs [T, H] for the same inputs and routing."""
         wide = baseline.double()
-        self._errors[layer] += float((output.double() - wide).square_().sum())
-        self._norms[layer] += float(wide.square_().sum())
+        self.sums[layer, 0] += (output.double() - wide).square_().sum().cpu()
+        self.sums[layer, 1] += wide.square_().sum().cpu()
 
     def add_routing(self, layer: int, expert_ids: Tensor, baseline_ids: Tensor) -> None:
         """A layer's choices [T, K] in either model's own forward pass."""
-        changed, choices = changed_choices(expert_ids, baseline_ids)
-        self._changed[layer] += changed
-        self._choices[layer] += choices
+        self.sums[layer, 2:] += torch.tensor(changed_choices(expert_ids, baseline_ids))
 
-    def change(self, num_bytes: int) -> Change:
-        """All windows together.
+    def rows(self, baseline: Row, row: Row, num_bytes: int) -> tuple[Row, Row]:
+        """The rows of the baseline and of the model with what all windows together say.
 
         Args:
+            baseline, row: how either stores its experts.
             num_bytes: of UTF-8 that the scored tokens stand for.
         """
-        nats, baseline_nats, divergence, agrees = (
-            torch.cat([getattr(scores, name) for scores in self._scores])
-            for name in ("nats", "baseline_nats", "divergence", "agrees")
+        nats, baseline_nats, divergence, agrees = _joined(self._scores)
+        layers = tuple(
+            Layer(path, _ratio(error, norm) ** 0.5, changed / max(choices, 1))
+            for path, (error, norm, changed, choices) in zip(self._paths, self.sums.tolist(), strict=True)
         )
-        n = nats.numel()
-        return Change(
-            likelihood=Likelihood(n, num_bytes, float(nats.sum())),
-            baseline=Likelihood(n, num_bytes, float(baseline_nats.sum())),
-            divergence=float(divergence.mean()),
-            divergence_p99=nearest_rank(divergence, 0.99),
-            agreement=int(agrees.sum()) / n,
-            layers=tuple(
-                LayerChange(path, _ratio(error, norm) ** 0.5, changed / max(choices, 1))
-                for path, error, norm, changed, choices in zip(
-                    self._paths, self._errors, self._norms, self._changed, self._choices, strict=True
-                )
-            ),
+        total = float(baseline_nats.sum())
+        return replace(baseline, **likelihood(baseline_nats, num_bytes)), replace(
+            row,
+            **likelihood(nats, num_bytes),
+            change=float(nats.sum()) / total - 1 if total else 0.0,
+            kl_mean=float(divergence.mean()),
+            kl_p99=nearest_rank(divergence, 0.99),
+            top1_agreement=int(agrees.sum()) / nats.numel(),
+            expert_error=sum(layer.error for layer in layers) / max(len(layers), 1),
+            routing_changed=sum(layer.changed for layer in layers) / max(len(layers), 1),
+            layers=layers,
         )
 
 
