@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moestro.cli import progress
-from moestro.cli.refusal import refusals
-from moestro.cli.targets import check_writable
+from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def layer(
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     with refusals():
-        _check_targets(json_path, plot)
+        check_targets("bench layer", plot, Path(json_path) if json_path not in (None, "-") else None)
         plan = Plan(
             layers=_layers(_split(*(layers or ["olmoe"]))),
             tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
@@ -127,17 +126,6 @@ def _dtype(name: str) -> torch.dtype:
             "bench layer", got=f"dtype {name!r}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
         )
     return dtype
-
-
-def _check_targets(json_path: str | None, plot: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
-    from moestro.bench.plot import check_ending
-
-    if plot is not None:
-        check_ending(plot)
-    for path in (plot, Path(json_path) if json_path not in (None, "-") else None):
-        if path is not None:
-            check_writable(path, "bench layer")
 
 
 def _measure(plan: Plan, peers: str) -> Report:

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,9 +136,6 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
     import torch
     import transformers
 
-    def ran(parts: tuple[Ran, ...]) -> list[dict[str, str]]:
-        return [{"implementation": r.implementation, "strategy": r.strategy} for r in parts]
-
     return {
         "prompt": prompt,
         "text": found.text,
@@ -145,7 +143,7 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "tokens": {"prompt": found.prompt_tokens, "generated": found.new_tokens},
         "seconds": {"prompt": found.prompt_seconds, "generated": found.new_seconds},
         "tokens_per_second": {"prompt": found.prompt_tokens_per_second, "generated": found.new_tokens_per_second},
-        "ran": {"prompt": ran(found.prompt_ran), "generated": ran(found.new_ran)},
+        "ran": {"prompt": [*map(asdict, found.prompt_ran)], "generated": [*map(asdict, found.new_ran)]},
         "model": text_model.name,
         "architecture": type(text_model.model).__name__,
         "expert_layers": len(text_model.served),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 import moestro
 from moestro.cli.refusal import refusals
 
-PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "triton")
+PACKAGES = ("transformers", "safetensors", "tokenizers", "numpy", "triton")
 PIPE_WIDTH = 160
 MEASURED = ("float32", "bfloat16")
 INTEGERS = ("vnni", "amx-int8")
@@ -34,35 +35,30 @@ def info(
 
 
 def collect(measure: bool) -> dict[str, Any]:
-    """Everything the command shows, as plain values."""
+    """Everything the command shows, as plain values. PyTorch says itself which build it is ("2.13.0+cu130")."""
     import torch
 
     from moestro import machine
 
-    described = machine.describe()
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    versions = {"moestro": moestro.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    roofs = {name: asdict(machine.measure(getattr(torch, name))) for name in MEASURED} if measure else None
     return {
-        "versions": {"moestro": moestro.__version__, "python": platform.python_version(), **_versions()},
-        "machine": described,
+        "versions": versions | {name: _version(name) for name in PACKAGES},
+        "machine": machine.describe(),
         "gpus": [machine.describe_gpu(device) for device in gpus],
         "implementations": _implementations("cuda" if gpus else "cpu"),
-        "roof": _roofs() if measure else None,
+        "roof": roofs,
         "peaks": machine.peaks() if measure else None,
-        "gpu_rates": [_gpu_rates(device) for device in gpus] if measure else None,
+        "gpu_rates": [{**machine.bandwidths(d), **machine.matrix_rates(d)} for d in gpus] if measure else None,
     }
 
 
-def _versions() -> dict[str, str | None]:
-    """Installed versions; None for what is not installed. PyTorch's own says which build it is ("+cu130")."""
-    import torch
-
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, "torch": str(torch.__version__)}
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
@@ -95,25 +91,6 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
     }
 
 
-def _roofs() -> dict[str, dict[str, float]]:
-    import torch
-
-    from moestro import machine
-
-    roofs = {name: machine.measure(getattr(torch, name)) for name in MEASURED}
-    return {
-        name: {"bytes_per_second": roof.bytes_per_second, "flops_per_second": roof.flops_per_second}
-        for name, roof in roofs.items()
-    }
-
-
-def _gpu_rates(device: str) -> dict[str, float]:
-    """Bytes and FLOP per second of a CUDA device, by what was measured."""
-    from moestro import machine
-
-    return {**machine.bandwidths(device), **machine.matrix_rates(device)}
-
-
 def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -137,48 +114,42 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     rows = {"versions": versions, "machine": _machine_rows(found["machine"])}
     for i, gpu in enumerate(found["gpus"]):
         rates = found["gpu_rates"][i] if found["gpu_rates"] else {}
-        rows[f"cuda:{i}"] = [*_gpu_rows(gpu), *((name, _rate(name, rate)) for name, rate in rates.items())]
+        rows[f"cuda:{i}"] = [
+            ("name", gpu["name"]),
+            ("capability, multiprocessors", f"{gpu['capability']}, {gpu['multiprocessors']}"),
+            ("memory, L2 cache", f"{gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['l2_bytes'] / 2**20:.0f} MiB"),
+            *(
+                (name, f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s")
+                for name, rate in rates.items()
+            ),
+        ]
     for operation, entries in found["implementations"].items():
         rows[f"implementations of {operation}, first to last"] = [
             (entry["name"], entry["reason"] or "ready") for entry in entries
         ]
     if found["roof"] is None:
-        rows["roof"] = [("not measured", "moestro info --measure")]
-    else:
-        rows["roof"] = [
-            (name, f"{roof['bytes_per_second'] / 1e9:.1f} GB/s, {roof['flops_per_second'] / 1e9:.0f} GFLOP/s")
-            for name, roof in found["roof"].items()
-        ]
-        rows["peaks from registers"] = [
-            (name, f"{rate / 1e9:,.0f} {'GOP/s' if name in INTEGERS else 'GFLOP/s'}")
-            for name, rate in found["peaks"].items()
-        ] or [("not measured", "the native engine is not there, or has no loops for this processor")]
-    return rows
-
-
-def _gpu_rows(gpu: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("name", gpu["name"]),
-        ("capability, multiprocessors", f"{gpu['capability']}, {gpu['multiprocessors']}"),
-        ("memory, L2 cache", f"{gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['l2_bytes'] / 2**20:.0f} MiB"),
+        return rows | {"roof": [("not measured", "moestro info --measure")]}
+    roofs = [
+        (name, f"{roof['bytes_per_second'] / 1e9:.1f} GB/s, {roof['flops_per_second'] / 1e9:.0f} GFLOP/s")
+        for name, roof in found["roof"].items()
     ]
-
-
-def _rate(name: str, rate: float) -> str:
-    return f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s"
+    peaks = [
+        (name, f"{rate / 1e9:,.0f} {'GOP/s' if name in INTEGERS else 'GFLOP/s'}")
+        for name, rate in found["peaks"].items()
+    ]
+    none = [("not measured", "the native engine is not there, or has no loops for this processor")]
+    return rows | {"roof": roofs, "peaks from registers": peaks or none}
 
 
 def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
     caches = ", ".join(f"{name} {size / 2**10:.0f} KiB" for name, size in machine["cache_bytes"].items())
+    total, free = (machine[name] / 2**30 for name in ("memory_bytes", "memory_available_bytes"))
     return [
         ("processor", f"{machine['processor']} ({machine['architecture']})"),
         ("features", " ".join(machine["features"]) or "none that matter here"),
         ("cores, threads", f"{machine['cores']}, {machine['threads']}"),
         ("caches of a core", caches or "unknown"),
-        (
-            "memory",
-            f"{machine['memory_bytes'] / 2**30:.1f} GiB, {machine['memory_available_bytes'] / 2**30:.1f} GiB available",
-        ),
+        ("memory", f"{total:.1f} GiB, {free:.1f} GiB available"),
         ("accelerators", ", ".join(machine["accelerators"]) or "none"),
         ("system", machine["system"]),
     ]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moestro.cli.refusal import refusals
-from moestro.cli.targets import check_writable
+from moestro.cli.progress import bar
+from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
@@ -65,61 +63,19 @@ def quality(
     the error of the experts' outputs, and the share of routing decisions that changed.
     """
     with refusals():
-        _check_targets(plot, report)
+        check_targets("quality", plot, report)
         from moestro.hf.quality import Options, measure, variants
         from moestro.hf.text_model import quiet_transformers
 
         wanted = variants(formats or (), search or ("nearest",), all_formats)
         options = Options(against, dtype, device, text, tokens, input_format)  # type: ignore[arg-type]
-        with quiet_transformers(), _bar(shown=not as_json and sys.stderr.isatty()) as on_window:
+        with quiet_transformers(), bar("loading", not as_json and sys.stderr.isatty()) as on_window:
             found = measure(model, wanted, options, on_window)
         if as_json:
             typer.echo(json.dumps(found.as_json()))
         else:
             _print(found)
         _write(found, plot, report)
-
-
-def _check_targets(plot: Path | None, report: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
-    if plot is not None:
-        from moestro.bench.plot import check_ending
-
-        check_ending(plot)
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise invalid_input(
-                "quality", got="--plot", needs="matplotlib", fix="Install it: pip install matplotlib."
-            ) from None
-    for path in filter(None, (plot, report)):
-        check_writable(path, "quality")
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[str, int, int], object]]:
-    """A progress bar on stderr, with the time left by the windows read."""
-    if not shown:
-        yield lambda variant, done, total: None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("left"),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def on_window(variant: str, done: int, total: int) -> None:
-            bar.update(task, description=variant, completed=done, total=total)
-
-        yield on_window
 
 
 def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None:
