@@ -404,11 +404,11 @@ def test_what_breaks_for_every_variant_is_a_row_for_each(
     good = getattr(measure, where)
 
     def broken(*given, **named):
-        point = given[0] if where == "run_point" else given[1]
+        place = given[0].place if where == "run_point" else given[1]
         if where == "make_layer":
             meets = given[0].name == "olmoe"
         else:
-            meets = (point.layer if where == "run_point" else given[0]).spec.name == "olmoe" and point.num_tokens == 5
+            meets = (place.spec.name, place.num_tokens) == ("olmoe", 5)
         if meets:
             raise RuntimeError("an illegal memory access\n  was encountered")
         return good(*given, **named)

@@ -8,11 +8,6 @@ import subprocess
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from moestro.bench.peers.variant import Call
-from moestro.bench.timing import Timer
-from moestro.errors import UnsupportedError
 
 
 @functools.cache
@@ -22,32 +17,12 @@ def failures() -> tuple[type[Exception], ...]:
     Among them are Triton's own errors, of kernels that do not compile or fit, where Triton is installed.
     """
     broken = (RuntimeError, LookupError, AssertionError, OSError, ArithmeticError, subprocess.SubprocessError)
-    known = (*broken, ImportError, AttributeError, ValueError, TypeError, UnsupportedError)
+    known = (*broken, ImportError, AttributeError, ValueError, TypeError)
     try:
         errors: Any = importlib.import_module("triton.errors")
     except ImportError:
         return known
     return (*known, errors.TritonError)
-
-
-class FailureNoted:
-    """A call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
-
-    def __init__(self, call: Call, name: str, failed: dict[str, str]) -> None:
-        self._call, self._name, self._failed = call, name, failed
-
-    def __call__(self) -> Tensor:
-        return self._call()
-
-    def seconds_by(self, clock: Timer) -> float:
-        """Seconds of the call by a clock, 0 where it or one of its name raised."""
-        if self._name in self._failed:
-            return 0.0
-        try:
-            return clock(self._call)
-        except failures() as error:
-            self._failed[self._name] = sentence(error)
-            return 0.0
 
 
 class DeviceLostError(Exception):

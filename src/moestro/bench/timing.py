@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import gcd
 from statistics import quantiles
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -18,6 +17,7 @@ SLOW_ROUND_SECONDS = 20.0
 """From here on a round of all variants takes so long that `FEWEST_SLOW_SAMPLES` have to do."""
 MOST_SAMPLES = 200
 
+T = TypeVar("T")
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
 
@@ -29,8 +29,7 @@ class OwnClock(Protocol):
     def seconds(self) -> float: ...
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """How many times longer than a baseline: the median over rounds, and the quartiles around it."""
 
     low: float
@@ -119,7 +118,9 @@ class Budget:
         self._left -= num_points
 
 
-def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer) -> dict[str, list[float]]:
+def alternate(
+    variants: Mapping[str, Sequence[T]], seconds: float, timer: Callable[[T], float]
+) -> dict[str, list[float]]:
     """Time variants round-robin, in reversed order on odd rounds.
 
     Each variant brings one call per input. Consecutive calls, whoever makes them, take different inputs, and over
@@ -172,5 +173,4 @@ def _done(samples: list[float], seconds: float, fewest: int) -> bool:
 
 def ratio(times: list[float], baseline: list[float]) -> Ratio:
     """How many times longer than the baseline, over the rounds that both ran in; at least two."""
-    found = quantiles((t / b for t, b in zip(times, baseline, strict=False)), n=4, method="inclusive")
-    return Ratio(*found)
+    return Ratio(*quantiles((t / b for t, b in zip(times, baseline, strict=False)), n=4, method="inclusive"))

@@ -130,10 +130,9 @@ def _dtype(name: str) -> torch.dtype:
 
 def _measure(plan: Plan, peers: str) -> Report:
     from moestro.bench import run
-    from moestro.bench.measure import num_points
     from moestro.bench.peers import outside
 
-    with progress.points(num_points(plan)) as on_point:
+    with progress.points(len(plan.points())) as on_point:
         report = run(plan, on_point)
     if peers == "all" and (why := outside.missing()) is not None:
         report.notes.setdefault("run", []).append(why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moestro.bench.plot import INK, OURS_COLOURS, PEER_COLOURS, check_ending, finish
+from moestro.bench.plot import OURS_COLOURS, PEER_COLOURS, STYLE, check_ending
 from moestro.errors import invalid_input
 from moestro.quality.report import QualityReport, Row, headline
 
@@ -24,7 +24,7 @@ def quality_plot(report: QualityReport, path: str | Path) -> None:
     Raises:
         InvalidInputError: no variant was measured, or the ending names no picture format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     check_ending(path)
@@ -33,13 +33,13 @@ def quality_plot(report: QualityReport, path: str | Path) -> None:
         raise invalid_input(
             "plot", got="a report without numbers", needs="a variant that was measured", fix="See the skipped ones."
         )
-    figure = Figure(figsize=(11.0, 2.0 + 0.25 * len(rows)), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True)
-    _divergence(left, rows)
-    _layers(figure, right, rows)
-    figure.suptitle("\n".join(headline(report)), fontsize=8, color=INK)
-    figure.savefig(path, dpi=160)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11.0, 2.0 + 0.25 * len(rows)))
+        left, right = figure.subplots(1, 2, sharey=True)
+        _divergence(left, rows)
+        _layers(figure, right, rows)
+        figure.suptitle("\n".join(headline(report)))
+        figure.savefig(path)
 
 
 def _divergence(axis: Any, rows: list[Row]) -> None:
@@ -50,16 +50,14 @@ def _divergence(axis: Any, rows: list[Row]) -> None:
     if max(found) > ROUNDING:
         axis.set_xscale("log")
     labels = [f"{' '.join(filter(None, (row.format, row.search)))}, {row.bits_per_weight:.2f} bits" for row in rows]
-    axis.set_yticks(range(len(rows)), labels, fontsize=7, color=INK)
-    finish(axis, "divergence of next-token distributions", "mean KL(baseline || variant), nats")
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+    axis.set(title="divergence of next-token distributions", xlabel="mean KL(baseline || variant), nats")
 
 
 def _layers(figure: Any, axis: Any, rows: list[Row]) -> None:
     errors = [[100 * layer.error for layer in row.layers or ()] for row in rows]
     image = axis.imshow(errors, aspect="auto", cmap="OrRd", vmin=0.0, interpolation="nearest")
-    finish(axis, "expert error by layer", "expert layer, first to last")
+    axis.set(title="expert error by layer", xlabel="expert layer, first to last")
     axis.grid(False)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    bar = figure.colorbar(image, ax=axis)
-    bar.set_label("% of the baseline's output", fontsize=8, color=INK)
-    bar.ax.tick_params(labelsize=8, colors=INK)
+    figure.colorbar(image, ax=axis, label="% of the baseline's output")
