@@ -11,9 +11,10 @@ from time import perf_counter
 
 from gpu.precompile import compile_ahead
 from moestro.bench.failures import DeviceLostError
+from moestro.bench.layers import dtype_name
 from moestro.bench.measure import Say, extend, only_those_here, start
 from moestro.bench.peers.variant import Variant
-from moestro.bench.records import Plan, PlanPoint, Report, dtype_name
+from moestro.bench.records import Plan, PlanPoint, Report
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 from peers.graphs import GRAPH

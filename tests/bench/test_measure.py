@@ -340,7 +340,7 @@ def test_json_schema(tiny, known_roof: Roof) -> None:
         ({"seconds": 0.0}, "got seconds per point 0.0; needs more than 0"),
         ({"seconds": float("nan")}, "got seconds per point nan"),
         ({"layers": ()}, "got 0 layers"),
-        ({"dtypes": (torch.int8,)}, "got torch.int8; needs float32, bfloat16 or float16"),
+        ({"dtypes": (torch.int8,)}, "got dtype torch.int8; needs float32, bfloat16 or float16"),
         ({"device": "abacus"}, "got device 'abacus'; needs a torch device of this machine"),
     ],
 )

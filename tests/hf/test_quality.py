@@ -91,10 +91,8 @@ def expected(folder: Path, variant: Variant, ids: torch.Tensor) -> dict[str, obj
     """Every number of a row by its definition, from two models of Transformers."""
     baseline, model = Eager(folder), Eager(folder, variant)
     nats, divergences, same, total = [], [], [], 0
-    for window in windows(ids.numel(), CONTEXT):
-        read, skip = ids[window.start : window.stop], window.skip
-        p, q = (F.log_softmax(m.logits(read), -1)[skip:] for m in (baseline, model))
-        targets = ids[window.start + skip + 1 : window.stop + 1]
+    for read, targets in windows(ids, CONTEXT):
+        p, q = (F.log_softmax(m.logits(read), -1)[-targets.numel() :] for m in (baseline, model))
         nats += (-q[range(len(targets)), targets]).tolist()
         divergences += F.kl_div(q, p, log_target=True, reduction="none").sum(-1).tolist()
         same += (p.argmax(-1) == q.argmax(-1)).tolist()
@@ -123,7 +121,7 @@ def expected(folder: Path, variant: Variant, ids: torch.Tensor) -> dict[str, obj
 )
 def test_a_row_is_what_transformers_and_the_definitions_say(folder: Path, text: Path, variant: Variant) -> None:
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
-    assert len(list(windows(ids.numel(), CONTEXT))) > 3
+    assert len(list(windows(ids, CONTEXT))) > 3
     report = measure(folder, [variant], Options(text=text))
     found, wanted = report.rows[0], expected(folder, variant, ids)
     assert report.text.num_tokens == wanted["tokens"] == ids.numel() - 1
@@ -162,7 +160,7 @@ def test_two_runs_give_the_same_numbers_and_leave_nothing_behind(folder: Path, t
 def test_progress(folder: Path, text: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     report = measure(folder, variants(["mxfp4", "int8"]), Options(text=text), lambda *at: seen.append(at))
-    each = len(list(windows(report.text.num_tokens + 1, CONTEXT)))
+    each = len(list(windows(torch.zeros(report.text.num_tokens + 1), CONTEXT)))
     assert [name for name, _, _ in seen] == ["mxfp4 nearest"] * (each + 1) + ["int8 nearest"] * (each + 1)
     assert [done for _, done, _ in seen] == [*range(each + 1), *range(each, 2 * each + 1)]
     assert {total for _, _, total in seen} == {2 * each}
@@ -255,7 +253,7 @@ def test_tokens_and_their_bytes(tmp_path: Path, start: bool, limit: int | None, 
     found = read_corpus(Letters(start), 2, path, limit)
     assert (found.text.num_tokens, found.text.num_bytes) == (tokens, num_bytes)
     assert found.documents[0].tolist() == [*([0] if start else []), *map(ord, "aéxé\n")][: tokens + 1]
-    assert found.num_windows == len(list(windows(tokens + 1, 2)))
+    assert len(found.windows) == len(list(windows(torch.zeros(tokens + 1), 2)))
 
 
 def test_documents_are_cut_where_the_tokens_are_reached() -> None:

@@ -22,8 +22,8 @@ CONTEXT = 8
 def compared(model: Any, baseline: Any) -> tuple[Row, Tally]:
     pair = SideBySide(model, baseline)
     tally = Tally(pair.paths)
-    for window in windows(DOCUMENT.numel(), CONTEXT):
-        pair.read(DOCUMENT, window, tally)
+    for window in windows(DOCUMENT, CONTEXT):
+        pair.read(*window, tally)
     return tally.rows(Row("float32"), Row("mxfp4"), num_bytes=1)[1], tally
 
 
@@ -32,7 +32,7 @@ def test_every_family(made: Any, like: str) -> None:
     baseline = load(made.folder(like), dtype="float32")
     same, tally = compared(load(made.folder(like), dtype="float32"), baseline)
     layers = [layer.path for layer in moestro.hf.served(baseline)]
-    read = sum(window.stop - window.start for window in windows(DOCUMENT.numel(), CONTEXT))
+    read = sum(ids.numel() for ids, _ in windows(DOCUMENT, CONTEXT))
     config = baseline.config.get_text_config()
     top_k = config.ffn_config.moe_top_k if like == "dbrx" else config.num_experts_per_tok
     assert [layer.path for layer in same.layers] == layers

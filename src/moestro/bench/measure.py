@@ -18,12 +18,12 @@ import torch
 import moestro
 from moestro import machine
 from moestro.bench.failures import DeviceLostError, check_device, failures, sentence
-from moestro.bench.layers import Layer, experts_that_fit, make_layer
+from moestro.bench.layers import Layer, dtype_name, experts_that_fit, make_layer
 from moestro.bench.peaks import settle
 from moestro.bench.peers import outside
 from moestro.bench.peers.variant import Bind, Variant
 from moestro.bench.point import Point, no_room, run_point
-from moestro.bench.records import BUDGET_SPENT, Plan, PlanPoint, Report, dtype_name
+from moestro.bench.records import BUDGET_SPENT, Plan, PlanPoint, Report
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 
@@ -124,7 +124,7 @@ def _run_group(
 ) -> None:
     """Add rows of the variants whose weights have equally many bits; a point that breaks says what broke it."""
     release(layer.device)
-    bound, refused = _prepared(layer, points[0].variants)
+    prepared = _prepared(layer, points[0].variants)
     formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in points[0].ours))
     for place in points:
         what = [layer.spec.name, dtype_name(layer.dtype), formats, f"T={place.num_tokens}"]
@@ -134,27 +134,23 @@ def _run_group(
             report.rows += place.skipped(BUDGET_SPENT)
             continue
         try:
-            report.rows += run_point(Point(layer, place, report), bound, refused, share)
+            report.rows += run_point(Point(layer, place, report), prepared, share)
         except failures() as error:
             check_device(layer.device, None, sentence(error))
             report.rows += place.skipped(sentence(error))
 
 
-def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> tuple[dict[str, Bind], dict[str, str]]:
-    """Variants by name that can be called, and why the others cannot."""
-    bound: dict[str, Bind] = {}
-    refused: dict[str, str] = {}
+def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> dict[str, Bind | str]:
+    """What calls each variant, by its name, or the sentence why nothing can."""
+    found: dict[str, Bind | str] = {}
     for variant in variants:
         try:
             reason = variant.refuses(layer.spec, layer.dtype) or no_room(variant, layer)
-            if reason is None:
-                bound[variant.name] = variant.prepare(layer)
+            found[variant.name] = reason or variant.prepare(layer)
         except failures() as error:
-            reason = sentence(error)
-            check_device(layer.device, variant.name, reason)
-        if reason is not None:
-            refused[variant.name] = reason
-    return bound, refused
+            found[variant.name] = sentence(error)
+            check_device(layer.device, variant.name, sentence(error))
+    return found
 
 
 def release(device: torch.device | str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moestro import machine
 from moestro.bench.failures import check_device, failures, sentence
-from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, expected_output, flops, inputs
+from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, dtype_name, expected_output, flops, inputs
 from moestro.bench.peers.variant import DENSE, Bind, Call, Variant
-from moestro.bench.records import PlanPoint, Report, Row, Status, dtype_name
+from moestro.bench.records import PlanPoint, Report, Row, Status
 from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
 from moestro.machine import Roof
 from moestro.tolerances import disagreement, relative_error, too_far
@@ -69,34 +69,30 @@ class Point:
             self._expected[format] = [expected_output(self.layer, self.x, r, own) for r in self.checked]
         return self._expected[format]
 
-    def judge(self, variant: Variant, bind: Bind) -> tuple[Status, str | None]:
-        """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`."""
+    def judge(self, variant: Variant, bind: Bind | str) -> tuple[Status, str | None]:
+        """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`.
+
+        `bind` is the sentence why it cannot be called, if it cannot.
+        """
+        if isinstance(bind, str):
+            return "skipped", bind
         reason = too_much(variant, self.layer, self.routings[0], self.roof)
         if reason is not None:
             return "skipped", reason
-        self.expected(variant.numbers.reference)
+        bound = variant.numbers.bound
+        expected = zip(self.checked, self.expected(variant.numbers.reference), self.expected(DENSE), strict=True)
         try:
-            wrong = self._wrong(variant, bind)
+            for routing, own, dense in expected:
+                output = bind(self.x, routing)()
+                wrong = disagreement(output, own, self.layer.dtype) if bound is None else too_far(output, own, bound)
+                if wrong is not None:
+                    return "wrong output", wrong
+                off = relative_error(output, dense)
+                self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
         except failures() as error:
             check_device(self.layer.device, variant.name, sentence(error))
             return "skipped", sentence(error)
-        return ("ok", None) if wrong is None else ("wrong output", wrong)
-
-    def _wrong(self, variant: Variant, bind: Bind) -> str | None:
-        """None, or the sentence how an output of a variant is wrong."""
-        numbers = variant.numbers
-        own = self.expected(numbers.reference)
-        for routing, expected, plain in zip(self.checked, own, self.expected(DENSE), strict=True):
-            output: Tensor = bind(self.x, routing)()
-            if numbers.bound is None:
-                wrong = disagreement(output, expected, self.layer.dtype)
-            else:
-                wrong = too_far(output, expected, numbers.bound)
-            if wrong is not None:
-                return wrong
-            off = relative_error(output, plain)
-            self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
-        return None
+        return "ok", None
 
     def row(self, variant: Variant, status: Status, reason: str | None, times: dict[str, list[float]]) -> Row:
         """What is known of a variant, with what follows from its times, if it has some, and those of moestro's."""
@@ -133,19 +129,16 @@ class Point:
         )
 
 
-def run_point(point: Point, bound: dict[str, Bind], refused: dict[str, str], seconds: float) -> list[Row]:
-    """A row for each variant: those that are `bound` are checked and timed, `seconds` each, the others refused.
+def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> list[Row]:
+    """A row for each variant: those that can be called are checked and timed, `seconds` each.
 
     Raises:
         DeviceLostError: one of them broke the device.
     """
     place = point.place
-    verdicts: dict[str, tuple[Status, str | None]] = {
-        v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name])
-        for v in place.variants
-    }
-    bound = {name: bound[name] for name, (status, _) in verdicts.items() if status == "ok"}
-    times, failed = _timed(point, bound, seconds)
+    verdicts = {v.name: point.judge(v, prepared[v.name]) for v in place.variants}
+    right = {name: bind for name, bind in prepared.items() if verdicts[name][0] == "ok" and not isinstance(bind, str)}
+    times, failed = _timed(point, right, seconds)
     for name, reason in failed.items():
         check_device(point.layer.device, name, reason)
         verdicts[name] = ("skipped", reason)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from moestro.bench.layers import LayerSpec
+from moestro.bench.layers import LayerSpec, dtype_name
 from moestro.bench.peers.variant import Variant
 from moestro.errors import InvalidInputError, invalid_input
 from moestro.machine import Roof
@@ -45,12 +45,7 @@ class Plan:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        counts = {
-            "layers": self.layers,
-            "token counts": self.tokens,
-            "dtypes": self.dtypes,
-            "variants": self.ours,
-        }
+        counts = {"layers": self.layers, "token counts": self.tokens, "dtypes": self.dtypes, "variants": self.ours}
         if not all(counts.values()):
             got = ", ".join(f"{len(found)} {name}" for name, found in counts.items())
             raise _bad_plan(got, "at least one of each", "Leave an option out for its default.")
@@ -60,7 +55,7 @@ class Plan:
                 raise _bad_plan(f"{name} {value}", "more than 0", "Try 1.")
         for dtype in self.dtypes:
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise _bad_plan(f"{dtype}", "float32, bfloat16 or float16", "Pick one of the three.")
+                raise _bad_plan(f"dtype {dtype}", "float32, bfloat16 or float16", "Pick one of the three.")
         if not _is_here(self.device):
             raise _bad_plan(f"device {self.device!r}", "a torch device of this machine", "Try cpu.")
 
@@ -221,16 +216,9 @@ class Report:
         return {**asdict(self), "roofs": roofs}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_here(device: str) -> bool:
     try:
-        found = torch.device(device)
-    except RuntimeError:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
         return False
-    if found.type == "cpu":
-        return True
-    return torch.accelerator.is_available() and (found.index or 0) < torch.accelerator.device_count()
+    return True

@@ -13,7 +13,6 @@ from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from moestro.bench import LayerSpec, Plan, Report
@@ -61,6 +60,7 @@ def layer(
     Lists are separated by commas. Every output is checked against the float32 reference first; where one is wrong its
     ratio is refused and the exit code is 1. Bad arguments end with exit code 2.
     """
+    import torch
     from rich.console import Console
 
     from moestro.bench import Plan, ours
@@ -75,7 +75,7 @@ def layer(
         plan = Plan(
             layers=_layers(_split(*(layers or ["olmoe"]))),
             tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
-            dtypes=tuple(_dtype(name) for name in _split(dtype)),
+            dtypes=tuple(vars(torch).get(name, name) for name in _split(dtype)),
             ours=tuple(ours(strategy, format) for format in _split(formats) for strategy in _split(variant)),
             peers=tuple(named_peers(_split(peers))),
             seconds=seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
@@ -115,17 +115,6 @@ def _counts(text: str) -> tuple[int, ...]:
                 "bench layer", got=f"tokens {part!r}", needs="whole numbers of at least 1", fix=f"Default: {TOKENS}."
             )
     return tuple(int(part) for part in parts)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise invalid_input(
-            "bench layer", got=f"dtype {name!r}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
-        )
-    return dtype
 
 
 def _measure(plan: Plan, peers: str) -> Report:

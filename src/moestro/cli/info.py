@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from rich.filesize import pick_unit_and_suffix
 
 import moestro
 from moestro.cli.refusal import refusals
@@ -111,17 +112,12 @@ def _print(found: dict[str, Any]) -> None:
 def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     missing = {"triton": "not installed: the kernels for NVIDIA GPUs need it"}
     versions = [(name, value or missing.get(name, "not installed")) for name, value in found["versions"].items()]
-    rows = {"versions": versions, "machine": _machine_rows(found["machine"])}
+    rows = {"versions": versions, "machine": _lines(found["machine"])}
     for i, gpu in enumerate(found["gpus"]):
         rates = found["gpu_rates"][i] if found["gpu_rates"] else {}
-        rows[f"cuda:{i}"] = [
-            ("name", gpu["name"]),
-            ("capability, multiprocessors", f"{gpu['capability']}, {gpu['multiprocessors']}"),
-            ("memory, L2 cache", f"{gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['l2_bytes'] / 2**20:.0f} MiB"),
-            *(
-                (name, f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s")
-                for name, rate in rates.items()
-            ),
+        rows[f"cuda:{i}"] = _lines(gpu) + [
+            (name, f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s")
+            for name, rate in rates.items()
         ]
     for operation, entries in found["implementations"].items():
         rows[f"implementations of {operation}, first to last"] = [
@@ -141,15 +137,17 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     return rows | {"roof": roofs, "peaks from registers": peaks or none}
 
 
-def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    caches = ", ".join(f"{name} {size / 2**10:.0f} KiB" for name, size in machine["cache_bytes"].items())
-    total, free = (machine[name] / 2**30 for name in ("memory_bytes", "memory_available_bytes"))
-    return [
-        ("processor", f"{machine['processor']} ({machine['architecture']})"),
-        ("features", " ".join(machine["features"]) or "none that matter here"),
-        ("cores, threads", f"{machine['cores']}, {machine['threads']}"),
-        ("caches of a core", caches or "unknown"),
-        ("memory", f"{total:.1f} GiB, {free:.1f} GiB available"),
-        ("accelerators", ", ".join(machine["accelerators"]) or "none"),
-        ("system", machine["system"]),
-    ]
+def _lines(device: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of a machine or a GPU for people: bytes in units, lists in a line."""
+
+    def text(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {text(name, part)}" for key, part in value.items())
+        if isinstance(value, list):
+            return ", ".join(value) or "none"
+        if not name.endswith("bytes"):
+            return str(value)
+        unit, suffix = pick_unit_and_suffix(value, ["bytes", "KiB", "MiB", "GiB", "TiB"], 1024)
+        return f"{value / unit:.1f} {suffix}"
+
+    return [(name.removesuffix("_bytes").replace("_", " "), text(name, value)) for name, value in device.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from moestro.errors import invalid_input
 from moestro.quality.held_out import held_out
 from moestro.quality.report import Text
-from moestro.quality.score import Window, windows
+from moestro.quality.score import windows
 
 OPERATION = "quality"
 HELD_OUT = "held-out standard library"
@@ -22,23 +22,11 @@ HELD_OUT = "held-out standard library"
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents as a model reads them.
-
-    Attributes:
-        text: what they are; its `num_tokens` and `num_bytes` are those that are predicted.
-        documents: int64 [T] each, on the CPU, T >= 2; the first token of each is given.
-    """
+    """What is read: the text, documents as int64 [T] each, whose first token is given, and their windows."""
 
     text: Text
     documents: tuple[Tensor, ...]
-
-    def windows(self) -> Iterator[tuple[Tensor, Window]]:
-        """Every window, with its document."""
-        return ((d, window) for d in self.documents for window in windows(d.numel(), self.text.context))
-
-    @property
-    def num_windows(self) -> int:
-        return sum(1 for _ in self.windows())
+    windows: tuple[tuple[Tensor, Tensor], ...]
 
 
 def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: int | None = None) -> Corpus:
@@ -79,7 +67,7 @@ def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: i
         )
     name = HELD_OUT if path is None else str(path)
     text_of = Text(name, len(documents), num_tokens, num_bytes, context, digest.hexdigest())
-    return Corpus(text_of, tuple(documents))
+    return Corpus(text_of, tuple(documents), tuple(w for d in documents for w in windows(d, context)))
 
 
 def _read(path: Path) -> str:

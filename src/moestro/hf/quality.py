@@ -19,7 +19,7 @@ from moestro.formats import FORMATS, check_shape, find_format
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
 from moestro.hf.loading import load
 from moestro.hf.models import find_device
-from moestro.hf.quantization import SEARCHES, MoestroConfig
+from moestro.hf.quantization import MoestroConfig
 from moestro.hf.serving import find, stored_in
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
@@ -72,9 +72,7 @@ def variants(
         InvalidInputError: no format, an unknown one, or an unknown search.
     """
     for search in searches:
-        if search not in SEARCHES:
-            needs = f"one of {', '.join(SEARCHES)}"
-            raise invalid_input(OPERATION, got=f"search={search!r}", needs=needs, fix="Pick one, or repeat it.")
+        MoestroConfig(search=search)  # which checks it
     named = dict.fromkeys(find_format(name).name for name in formats)
     others = [name for name, form in FORMATS.items() if form.bits <= WIDEST and name not in named]
     names = {**dict.fromkeys(named, True), **dict.fromkeys(others if all_formats else (), False)}
@@ -120,8 +118,6 @@ class Options:
             raise invalid_input(
                 OPERATION, got=f"tokens={self.tokens}", needs=needs, fix="Leave it out for the default."
             )
-        if self.against is not None:
-            find_format(self.against)
 
 
 def measure(
@@ -154,21 +150,22 @@ def measure(
     for variant, refusal in refused.items():
         if refusal is not None and variant.needed:
             raise refusal
-    own, rows = _stored(baseline), dict.fromkeys(wanted, Row(""))
-    rows |= {variant: _skipped(variant, refusal) for variant, refusal in refused.items() if refusal is not None}
-    fitting = [variant for variant, refusal in refused.items() if refusal is None]
-    each = corpus.num_windows
-    for place, variant in enumerate(fitting):
+    own, rows, read = _stored(baseline), [], 0
+    each, num_fitting = len(corpus.windows), list(refused.values()).count(None)
+    for variant, refusal in refused.items():
+        if refusal is None:
 
-        def tell(done: int, name: str = variant.name, before: int = place * each) -> None:
-            on_window(name, before + done, each * len(fitting))
+            def tell(done: int, name: str = variant.name, before: int = read) -> None:
+                on_window(name, before + done, each * num_fitting)
 
-        try:
-            own, rows[variant] = _measure(source, options, variant, baseline, corpus, tell)
-        except MoestroError as refusal:
-            if variant.needed or len(fitting) == 1:
-                raise
-            rows[variant] = _skipped(variant, refusal)
+            read += each
+            try:
+                own, row = _measure(source, options, variant, baseline, corpus, tell)
+            except MoestroError as error:
+                if variant.needed or num_fitting == 1:
+                    raise
+                refusal = error
+        rows.append(row if refusal is None else _skipped(variant, refusal))
     num_experts, hidden_size, intermediate_size = _stores(baseline)[0].down.shape
     sizes = len(_stores(baseline)), hidden_size, intermediate_size, num_experts
     return QualityReport(
@@ -176,7 +173,7 @@ def measure(
         model=Model(source.name, type(baseline).__name__, *sizes),
         text=corpus.text,
         baseline=own,
-        rows=list(rows.values()),
+        rows=rows,
     )
 
 
@@ -195,8 +192,8 @@ def _measure(
     model = load(source.path, how, options.dtype, options.device, options.input_format)
     pair = SideBySide(model, baseline)
     tally = Tally(pair.paths)
-    for done, (document, window) in enumerate(corpus.windows(), 1):
-        pair.read(document, window, tally)
+    for done, window in enumerate(corpus.windows, 1):
+        pair.read(*window, tally)
         tell(done)
     row = replace(_stored(model), format=variant.format, search=variant.search)
     own, row = tally.rows(_stored(baseline), row, corpus.text.num_bytes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moestro.hf.serving import find
 from moestro.ops.dispatch import Operation, Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP, run
-from moestro.quality.score import Tally, Window, score
+from moestro.quality.score import Tally, score
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
 
@@ -33,15 +33,13 @@ class SideBySide:
         self.paths = tuple(layer.path for layer in self._layers[id(baseline)])
 
     @torch.inference_mode()
-    def read(self, document: Tensor, window: Window, tally: Tally) -> None:
-        """Add a window of a document's tokens [T] to a tally.
+    def read(self, ids: Tensor, targets: Tensor, tally: Tally) -> None:
+        """Add tokens [T], and those that the last of them predict, to a tally.
 
         Raises:
             InvalidInputError: logits that are not finite.
         """
-        device = self._baseline.device
-        ids = document[window.start : window.stop].to(device)[None]
-        targets = document[window.start + window.skip + 1 : window.stop + 1].to(device)
+        ids, targets = (tokens.to(self._baseline.device) for tokens in (ids, targets))
         calls: list[tuple[int, torch.dtype, Routing, ExpertWeights]] = []
 
         def note(layer: int, x: Tensor, routing: Routing, weights: ExpertWeights, y: Tensor) -> None:
@@ -50,11 +48,12 @@ class SideBySide:
         def compare(layer: int, x: Tensor, routing: Routing, weights: ExpertWeights, y: Tensor) -> None:
             noted, dtype, own_routing, own_weights = calls.pop(0)
             assert noted == layer
-            tally.add_outputs(layer, run(x.to(dtype), routing, own_weights), y)
-            tally.add_routing(layer, own_routing.expert_ids, routing.expert_ids)
+            outputs = run(x.to(dtype), routing, own_weights), y
+            tally.add_layer(layer, outputs, (own_routing.expert_ids, routing.expert_ids))
 
-        logits = self._logits(self._model, ids, note)[window.skip :]
-        tally.add_scores(score(logits, self._logits(self._baseline, ids, compare)[window.skip :], targets))
+        pairs = ((self._model, note), (self._baseline, compare))
+        own, theirs = (self._logits(model, ids[None], see)[-targets.numel() :] for model, see in pairs)
+        tally.scores.append(score(own, theirs, targets))
 
     def _logits(self, model: Any, ids: Tensor, see: Callable[..., None]) -> Tensor:
         """[T, vocabulary]; `see` is called with each layer's number, x [T, H], routing, weights, and output [T, H]."""

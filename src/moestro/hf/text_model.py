@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moestro.checkpoint import open_checkpoint
-from moestro.errors import MoestroError, invalid_input
+from moestro.errors import invalid_input
 from moestro.hf.loading import load
-from moestro.hf.models import explained, find_device, find_model, fitting, out_of_memory, read_config
+from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.quantization import MoestroConfig
 from moestro.hf.serving import Served, accelerate, adapter_of, find, served
 from moestro.hf.sources import QUANTIZED
@@ -61,20 +61,8 @@ def _context(config: Any) -> int | None:
 
 
 def bundled_folder() -> Path:
-    """Where the package keeps its own model.
-
-    Raises:
-        InvalidInputError: this installation has none.
-    """
-    folder = Path(__file__).parent.parent / "bundled"
-    if not (folder / "config.json").is_file():
-        raise invalid_input(
-            OPERATION,
-            got="an installation without the bundled model",
-            needs=f"a model in {folder}",
-            fix="Reinstall moestro, or name a model.",
-        )
-    return folder
+    """Where the package keeps its own model."""
+    return Path(__file__).parent.parent / "bundled"
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,44 +173,35 @@ def quiet_transformers(progress: bool = False) -> Iterator[None]:
 
 def _weights(source: str, config: Any, dtype: str) -> Any:
     """The model; Transformers itself would fill weights that the files lack with random numbers."""
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True
-        )
-    except RuntimeError as error:
-        if out_of_memory(error):
-            raise
-        raise _unfit(source, "weights that are missing or of other shapes than its configuration says") from error
+    model, report = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise _unfit(source, f"{len(missing)} weights missing, such as {missing[0]}")
+        raise invalid_input(
+            OPERATION,
+            got=f"{source}, with {len(missing)} weights missing, such as {missing[0]}",
+            needs="every weight of the architecture",
+            fix="Download or save the model again.",
+        )
     return model
 
 
-def _unfit(source: str, problem: str) -> MoestroError:
-    needs, fix = "every weight of the architecture", "Download or save the model again."
-    return invalid_input(OPERATION, got=f"{source}, with {problem}", needs=needs, fix=fix)
-
-
 def _stays(found: TextSource, dtype: str) -> bool:
-    """Whether experts are to stay as stored: nothing else was asked for, or memory would not hold them otherwise."""
+    """Whether experts are to stay as stored: nothing else was asked for, or memory would not hold them otherwise.
+
+    They can in families that say where they are, and in safetensors.
+    """
     quantization = getattr(found.config, "quantization_config", None) or {}
     if quantization:
         return quantization.get("quant_method") in QUANTIZED and not quantization.get("dequantize")
-    if not _mappable(found):
+    folder = Path(found.path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        return False
+    if any(layer.adapter.projections is None for layer in find(found.skeleton)):
         return False
     if dtype == "auto" or getattr(torch, dtype) == found.config.dtype:
         return True
     total = sum(p.numel() for p in found.skeleton.parameters()) * getattr(torch, dtype).itemsize
     return bool(total > available_bytes() / 2)
-
-
-def _mappable(found: TextSource) -> bool:
-    """Whether the experts can stay in their files: in families that say where, and in safetensors."""
-    folder = Path(found.path)
-    return all(layer.adapter.projections is not None for layer in find(found.skeleton)) and (
-        not folder.is_dir() or any(folder.glob("*.safetensors"))
-    )
 
 
 def _refuse_early(source: str, config: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from moestro.bench.report import machine_line
+from moestro.bench.report import machine_line, written
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,14 +144,8 @@ def cells(report: QualityReport) -> list[tuple[str, ...]]:
     """The baseline's line and one for each measured variant, in `COLUMNS`; none where no variant was measured."""
     if not report.measured:
         return []
-    return [("baseline", "", *_numbers(report.baseline))] + [
-        (row.format, row.search or "", *_numbers(row)) for row in report.measured
-    ]
-
-
-def _numbers(row: Row) -> list[str]:
-    found = [(getattr(row, name), form) for name, form in _NUMBERS.values()]
-    return ["" if value is None else format(value, form) for value, form in found]
+    named = [("baseline", "", report.baseline), *((row.format, row.search or "", row) for row in report.measured)]
+    return [(format, search, *written(row, _NUMBERS.values(), none="")) for format, search, row in named]
 
 
 def reasons(report: QualityReport) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,40 +22,24 @@ CHUNK_ITEMS = 1 << 20
 """Logits that are in float64 at a time."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """A piece of a document: tokens start to stop - 1 are read, each predicts the next one.
+def windows(document: Tensor, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens to read, `context` at most, and those that the last of them predict: all but the first, each once.
 
-    Attributes:
-        start, stop: positions in the document.
-        skip: how many of its predictions are not scored, since an earlier window made them.
+    From the second window on, a predicted token has at least half of the context before it.
     """
-
-    start: int
-    stop: int
-    skip: int
-
-
-def windows(num_tokens: int, context: int) -> Iterator[Window]:
-    """Windows of at most `context` tokens that score every token of a document but the first, each once.
-
-    From the second window on, a scored token has at least half of the context before it.
-    """
-    scored = 0
-    while scored < num_tokens - 1:
+    scored, last = 0, document.numel() - 1
+    while scored < last:
         start = max(scored - context // 2, 0)
-        stop = min(start + context, num_tokens - 1)
-        yield Window(start, stop, scored - start)
+        stop = min(start + context, last)
+        yield document[start:stop], document[scored + 1 : stop + 1]
         scored = stop
 
 
 class Scores(NamedTuple):
-    """What one window says of each token, all [T] on the CPU.
+    """What one window says of each token, all [T] on the CPU; float64, but for `agrees`.
 
-    Attributes:
-        nats, baseline_nats: float64, negative log-likelihood of the tokens by either model.
-        divergence: float64, KL(baseline || model) of the distributions over the vocabulary, in nats.
-        agrees: bool, whether both models hold the same token for the likeliest.
+    Nats are negative log-likelihoods, the divergence is KL(baseline || model) over the vocabulary, and both models
+    agree where they hold the same token for the likeliest.
     """
 
     nats: Tensor
@@ -101,11 +85,7 @@ def _score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> Scores:
 
 
 def changed_choices(expert_ids: Tensor, baseline_ids: Tensor) -> tuple[int, int]:
-    """How many of the baseline's choices another routing of the same tokens does not make, and of how many.
-
-    Args:
-        expert_ids, baseline_ids: [T, K], in any order of slots; -1 is no choice.
-    """
+    """How many of the baseline's choices [T, K] another routing of the same tokens does not make, and of how many."""
     chosen = baseline_ids != EMPTY
     missing = (baseline_ids[:, :, None] != expert_ids[:, None, :]).all(-1) & chosen
     return int(missing.sum()), int(chosen.sum())
@@ -117,12 +97,7 @@ def nearest_rank(values: Tensor, share: float) -> float:
 
 
 def likelihood(nats: Tensor, num_bytes: int) -> dict[str, Any]:
-    """How well a text is predicted, by the names that `Row` has for it.
-
-    Args:
-        nats: [T], negative log-likelihoods of its tokens.
-        num_bytes: of UTF-8 that these tokens stand for.
-    """
+    """How well tokens with these nats [T], which stand for so many bytes of text, are predicted; names as in `Row`."""
     total, mean = float(nats.sum()), float(nats.mean())
     return {
         "bits_per_byte": total / math.log(2) / num_bytes,
@@ -134,38 +109,27 @@ def likelihood(nats: Tensor, num_bytes: int) -> dict[str, Any]:
 class Tally:
     """Gathers what one window after the other says.
 
-    Args:
-        paths: names of the expert layers, in the order in which they run.
+    Attributes:
+        scores: of each window.
+        sums: [layers, 4] in float64: squares of a layer's error and of the baseline's output, and how many of the
+            baseline's choices were changed, and of how many.
     """
 
     def __init__(self, paths: tuple[str, ...]) -> None:
+        """`paths` are names of the expert layers, in the order in which they run."""
         self._paths = paths
-        self._scores: list[Scores] = []
+        self.scores: list[Scores] = []
         self.sums = torch.zeros(len(paths), 4, dtype=torch.float64)
-        """Of each layer: squares of its error and of the baseline's output, changed choices and all of them."""
 
-    def add_scores(self, scores: Scores) -> None:
-        """The predictions of a window."""
-        self._scores.append(scores)
-
-    def add_outputs(self, layer: int, output: Tensor, baseline: Tensor) -> None:
-        """A layer's outputs [T, H] for the same inputs and routing."""
-        wide = baseline.double()
-        self.sums[layer, 0] += (output.double() - wide).square_().sum().cpu()
-        self.sums[layer, 1] += wide.square_().sum().cpu()
-
-    def add_routing(self, layer: int, expert_ids: Tensor, baseline_ids: Tensor) -> None:
-        """A layer's choices [T, K] in either model's own forward pass."""
-        self.sums[layer, 2:] += torch.tensor(changed_choices(expert_ids, baseline_ids))
+    def add_layer(self, layer: int, outputs: tuple[Tensor, Tensor], expert_ids: tuple[Tensor, Tensor]) -> None:
+        """The model's and the baseline's outputs [T, H] for the same inputs, and choices [T, K] in their own passes."""
+        output, baseline = (values.double() for values in outputs)
+        squares = [float((output - baseline).square_().sum()), float(baseline.square().sum())]
+        self.sums[layer] += torch.tensor([*squares, *changed_choices(*expert_ids)], dtype=torch.float64)
 
     def rows(self, baseline: Row, row: Row, num_bytes: int) -> tuple[Row, Row]:
-        """The rows of the baseline and of the model with what all windows together say.
-
-        Args:
-            baseline, row: how either stores its experts.
-            num_bytes: of UTF-8 that the scored tokens stand for.
-        """
-        nats, baseline_nats, divergence, agrees = _joined(self._scores)
+        """The rows of the baseline and of the model, which say how experts are stored, with what all windows say."""
+        nats, baseline_nats, divergence, agrees = _joined(self.scores)
         layers = tuple(
             Layer(path, _ratio(error, norm) ** 0.5, changed / max(choices, 1))
             for path, (error, norm, changed, choices) in zip(self._paths, self.sums.tolist(), strict=True)

@@ -35,14 +35,12 @@ def missing() -> str | None:
 
 def peers() -> Sequence[Variant]:
     """Those of the folder; none where there is no folder."""
-    package = _package()
-    return () if package is None else package.PEERS
+    return getattr(_package(), "PEERS", ())
 
 
 def versions() -> dict[str, str]:
     """Of the peers that are installed; nothing where there is no folder."""
-    package = _package()
-    return {} if package is None else dict(package.versions())
+    return getattr(_package(), "versions", dict)()
 
 
 def _package() -> ModuleType | None:
@@ -56,6 +54,5 @@ def _package() -> ModuleType | None:
 
 def _folder() -> Path | None:
     named = settings.bench_peers()
-    roots = [CHECKOUT, *([Path(named)] if named else [])]
-    folders = [root / "benchmarks" for root in roots]
+    folders = [root / "benchmarks" for root in (CHECKOUT, *([Path(named)] if named else []))]
     return next((folder for folder in folders if (folder / PACKAGE / "__init__.py").is_file()), None)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moestro.bench.layers import Layer, LayerSpec, active_bytes, flops, working_bytes
+from moestro.bench.layers import Layer, LayerSpec, active_bytes, dtype_name, flops, working_bytes
 from moestro.types import Routing
 
 Call = Callable[[], Tensor]
@@ -59,7 +59,7 @@ class Numbers:
 
     def name_in(self, dtype: torch.dtype) -> str:
         """The format's name in a layer of this dtype ("bfloat16" where it is the layer's own)."""
-        return str(dtype).removeprefix("torch.") if self.format == DENSE else self.format
+        return dtype_name(dtype) if self.format == DENSE else self.format
 
     def bytes_per_expert(self, layer: Layer) -> int:
         """Stored bytes that computing with one expert reads, biases and scales included."""
