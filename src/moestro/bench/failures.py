@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import subprocess
-from typing import Any
 
 import torch
 
@@ -18,11 +17,9 @@ def failures() -> tuple[type[Exception], ...]:
     """
     broken = (RuntimeError, LookupError, AssertionError, OSError, ArithmeticError, subprocess.SubprocessError)
     known = (*broken, ImportError, AttributeError, ValueError, TypeError)
-    try:
-        errors: Any = importlib.import_module("triton.errors")
-    except ImportError:
+    if importlib.util.find_spec("triton") is None:
         return known
-    return (*known, errors.TritonError)
+    return (*known, importlib.import_module("triton.errors").TritonError)
 
 
 class DeviceLostError(Exception):

@@ -123,10 +123,9 @@ class Layer:
         """What a reader has to know to compare this layer with the published one."""
         spec, notes = self.spec, []
         if self.num_experts < spec.num_experts:
-            notes.append(
-                f"{self.num_experts} of {spec.num_experts} experts: all of them need "
-                f"{_stored_bytes(spec, self.dtype, spec.num_experts) / 1e9:.1f} GB in {dtype_name(self.dtype)}"
-            )
+            size = _stored_bytes(spec, self.dtype, spec.num_experts) / 1e9
+            count = f"{self.num_experts} of {spec.num_experts} experts"
+            notes.append(f"{count}: all of them need {size:.1f} GB in {dtype_name(self.dtype)}")
         if spec.transposed:
             notes.append(
                 "Transformers computes on its transposed tensors, moestro on a K-contiguous copy as accelerate() makes"

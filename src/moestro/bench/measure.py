@@ -45,7 +45,8 @@ def run(plan: Plan, on_point: Say = lambda text: None) -> Report:
     try:
         refusals = extend(report, plan, Budget(plan.budget, len(plan.points())), on_point)
         if refusals and not report.rows:
-            raise refusals[-1]
+            refusal = refusals[-1]
+            raise refusal
     except DeviceLostError as lost:
         by = f" by {lost.variant}" if lost.variant else ""
         reached = {row.point for row in report.rows}
@@ -84,34 +85,30 @@ def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[Un
     """
     refusals = []
     for _, found in groupby(plan.points(), key=lambda place: (place.spec, place.dtype)):
-        points = list(found)
+        points, layer, reason = list(found), None, BUDGET_SPENT
         try:
-            layer = _made(points, plan.device, budget)
+            if not budget.is_spent:
+                layer = _made(points, plan.device)
         except UnsupportedError as error:
-            budget.drop(len(points))
+            reason = ""
             refusals.append(error)
             notes = report.notes.setdefault("run", [])
             notes += [] if str(error) in notes else [str(error)]
         except failures() as error:
+            reason = sentence(error)
+        if layer is None:
             budget.drop(len(points))
-            report.rows += [row for place in points for row in place.skipped(sentence(error))]
-        else:
-            if layer.notes:
-                report.notes[f"{layer.spec.name} {dtype_name(layer.dtype)}"] = layer.notes
-            for _, group in groupby(points, key=lambda place: place.ours):
-                _run_group(report, plan, replace(layer, quantized={}), list(group), budget, on_point)
+            report.rows += [row for place in points if reason for row in place.skipped(reason)]
+            continue
+        if layer.notes:
+            report.notes[f"{layer.spec.name} {dtype_name(layer.dtype)}"] = layer.notes
+        for _, group in groupby(points, key=lambda place: place.ours):
+            _run_group(report, plan, replace(layer, quantized={}), list(group), budget, on_point)
     return refusals
 
 
-def _made(points: list[PlanPoint], device: str, budget: Budget) -> Layer:
-    """The layer of these points in memory.
-
-    Raises:
-        TimeoutError: the budget is spent.
-        UnsupportedError: memory does not hold top_k experts of it.
-    """
-    if budget.is_spent:
-        raise TimeoutError(BUDGET_SPENT)
+def _made(points: list[PlanPoint], device: str) -> Layer:
+    """The layer of these points in memory, with as many experts as fit."""
     spec, dtype = points[0].spec, points[0].dtype
     release(device)
     most_tokens = max(place.num_tokens for place in points)

@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moestro.cli import progress
+from moestro.cli.progress import points, wide_console
 from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moestro.bench import LayerSpec, Plan, Report
+    from moestro.bench import Report
 
 app = typer.Typer(help="Time moestro against its peers, under this machine's measured roof.", no_args_is_help=True)
 
 TOKENS = "1,4,16,128,512,2048"
 QUICK_TOKENS = "1,16,128"
 SECONDS = 1.0
-PIPE_WIDTH = 120
 QUICK_SECONDS = 0.1
 QUICK_BUDGET = 40.0
 """Seconds for all points of a quick run. Starting and measuring the roof come before."""
@@ -61,19 +60,16 @@ def layer(
     ratio is refused and the exit code is 1. Bad arguments end with exit code 2.
     """
     import torch
-    from rich.console import Console
 
-    from moestro.bench import Plan, ours
-    from moestro.bench.peers import named_peers
-    from moestro.bench.plot import roofline
+    from moestro.bench import LAYERS, Plan, ours, run
+    from moestro.bench.layers import named
+    from moestro.bench.peers import named_peers, outside
 
-    console = Console(stderr=json_path == "-")
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    names = _split(*(layers or ["olmoe"]))
     with refusals():
         check_targets("bench layer", plot, Path(json_path) if json_path not in (None, "-") else None)
         plan = Plan(
-            layers=_layers(_split(*(layers or ["olmoe"]))),
+            layers=tuple(map(named, LAYERS if names == ["all"] else names)),
             tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
             dtypes=tuple(vars(torch).get(name, name) for name in _split(dtype)),
             ours=tuple(ours(strategy, format) for format in _split(formats) for strategy in _split(variant)),
@@ -82,29 +78,20 @@ def layer(
             device=device,
             budget=QUICK_BUDGET if quick else None,
         )
-        report = _measure(plan, peers)
+        with points(len(plan.points())) as on_point:
+            report = run(plan, on_point)
+    if peers == "all" and (why := outside.missing()) is not None:
+        report.notes.setdefault("run", []).append(why)
     if json_path is not None:
-        text = json.dumps(report.as_json(), indent=1)
-        if json_path == "-":
-            typer.echo(text)
-        else:
-            Path(json_path).write_text(text + "\n")
-    _print(report, console)
-    if plot is not None and any(row.status == "ok" for row in report.rows):
-        roofline(report, plot)
-        console.print(f"roofline: {plot}")
+        text = json.dumps(report.as_json(), indent=1) + "\n"
+        typer.echo(text, nl=False) if json_path == "-" else Path(json_path).write_text(text)
+    _print(report, wide_console(stderr=json_path == "-"), plot)
     if report.wrong:
         raise typer.Exit(1)
 
 
 def _split(*values: str) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def _layers(names: list[str]) -> tuple[LayerSpec, ...]:
-    from moestro.bench.layers import LAYERS, named
-
-    return tuple(LAYERS.values()) if names == ["all"] else tuple(named(name) for name in names)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -117,25 +104,16 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _measure(plan: Plan, peers: str) -> Report:
-    from moestro.bench import run
-    from moestro.bench.peers import outside
-
-    with progress.points(len(plan.points())) as on_point:
-        report = run(plan, on_point)
-    if peers == "all" and (why := outside.missing()) is not None:
-        report.notes.setdefault("run", []).append(why)
-    return report
-
-
-def _print(report: Report, console: Console) -> None:
+def _print(report: Report, console: Console, plot: Path | None) -> None:
+    from moestro.bench.plot import roofline
     from moestro.bench.report import machine_line, roof_lines, tables
 
-    console.print(
-        machine_line(report.machine), *roof_lines(report), *report.notes.get("run", []), sep="\n", highlight=False
-    )
+    console.print(machine_line(report.machine), *roof_lines(report), *report.notes.get("run", []), sep="\n")
     for table in tables(report):
         console.print()
         console.print(table)
     for row in report.wrong:
         console.print(f"wrong output: {row.variant}, {row.layer} {row.dtype} T={row.num_tokens}", style="red")
+    if plot is not None and any(row.status == "ok" for row in report.rows):
+        roofline(report, plot)
+        console.print(f"roofline: {plot}")

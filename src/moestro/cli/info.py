@@ -12,10 +12,10 @@ import typer
 from rich.filesize import pick_unit_and_suffix
 
 import moestro
+from moestro.cli.progress import wide_console
 from moestro.cli.refusal import refusals
 
 PACKAGES = ("transformers", "safetensors", "tokenizers", "numpy", "triton")
-PIPE_WIDTH = 160
 MEASURED = ("float32", "bfloat16")
 INTEGERS = ("vnni", "amx-int8")
 
@@ -93,12 +93,8 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -106,7 +102,7 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(group, "")
         for name, value in rows:
             table.add_row(f"  {name}", value)
-    console.print(table)
+    wide_console().print(table)
 
 
 def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal; a benchmark says it in words where standard error is a pipe or a file."""
+"""Where commands print tables, and how they say how far they are: in a bar, or in words where there is no terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TABLE_WIDTH = 160
 EVERY = 5.0
 """Seconds between two lines."""
 
 Update = Callable[[str, int, int], None]
 """What is being done, how much of it is, and how much there is."""
+
+
+def wide_console(stderr: bool = False) -> Console:
+    """Where tables are printed: a narrow terminal wraps lines; digits are never cut."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    made.width = max(made.width, TABLE_WIDTH)
+    return made
 
 
 @contextmanager

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moestro.cli.progress import bar
+from moestro.cli.progress import bar, wide_console
 from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from moestro.quality.report import QualityReport
-
-TABLE_WIDTH = 160
 
 
 def quality(
@@ -93,12 +91,9 @@ def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None
 
 
 def _print(found: QualityReport) -> None:
-    from rich.console import Console
-
     from moestro.quality.report import headline, reasons, table
 
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)  # a narrow terminal wraps lines; digits are never cut
+    console = wide_console()
     for line in headline(found):
         console.print(line, soft_wrap=True)
     console.print(table(found))

@@ -23,7 +23,7 @@ from moestro.hf.quantization import MoestroConfig
 from moestro.hf.serving import find, stored_in
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
-from moestro.hf.text_model import DTYPES, TextSource, find_text_model
+from moestro.hf.text_model import DTYPES, TextModel, find_text_model
 from moestro.quality.report import Model, QualityReport, Row
 from moestro.quality.score import Tally
 from moestro.types import InputFormat
@@ -178,7 +178,7 @@ def measure(
 
 
 def _measure(
-    source: TextSource,
+    source: TextModel,
     options: Options,
     variant: Variant,
     baseline: Any,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +39,28 @@ class TextModel:
 
     Attributes:
         name: the folder or hub id it came from, or "bundled".
-        model: a Transformers model whose expert layers moestro serves.
+        path: that folder or id.
+        config: of Transformers, as it is stored there.
         tokenizer: its tokenizer.
-        served: those layers.
+        model: a Transformers model whose expert layers moestro serves; before weights were read, of empty parameters.
     """
 
     name: str
-    model: Any
+    path: str
+    config: Any
     tokenizer: Any
-    served: tuple[Served, ...]
+    model: Any
 
     @property
     def context(self) -> int | None:
         """The most tokens the model was made for, prompt included, if its configuration says."""
-        return _context(self.model.config)
+        length = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
 
-
-def _context(config: Any) -> int | None:
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None
+    @cached_property
+    def served(self) -> tuple[Served, ...]:
+        """The expert layers that moestro serves."""
+        return tuple(served(self.model))
 
 
 def bundled_folder() -> Path:
@@ -65,32 +68,8 @@ def bundled_folder() -> Path:
     return Path(__file__).parent.parent / "bundled"
 
 
-@dataclass(frozen=True, eq=False)
-class TextSource:
-    """A language model whose weights have not been read.
-
-    Attributes:
-        name: as in `TextModel`.
-        path: the folder, or the hub id.
-        config: of Transformers.
-        tokenizer: its tokenizer.
-        skeleton: the model, made of empty parameters.
-    """
-
-    name: str
-    path: str
-    config: Any
-    tokenizer: Any
-    skeleton: Any
-
-    @property
-    def context(self) -> int | None:
-        """As in `TextModel`."""
-        return _context(self.config)
-
-
-def find_text_model(model: str | Path | None = None) -> TextSource:
-    """Find a Mixture-of-Experts language model and its tokenizer, and refuse one that could not be served.
+def find_text_model(model: str | Path | None = None) -> TextModel:
+    """Find a Mixture-of-Experts language model without its weights, and refuse one that could not be served.
 
     Args:
         model: a local folder, a hub id, or None for the bundled model.
@@ -103,7 +82,7 @@ def find_text_model(model: str | Path | None = None) -> TextSource:
     stored = open_checkpoint(Path(source)) if any(Path(source).glob("*.safetensors")) else None
     config = read_config(source, OPERATION, stored)
     skeleton = _refuse_early(source, config)
-    return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
+    return TextModel(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
 
 
 def load_text_model(
@@ -150,7 +129,7 @@ def load_text_model(
     accelerate(loaded, strategy, projections=how.projections)
     with room():
         loaded = loaded.to(target).eval()
-    return TextModel(found.name, loaded, found.tokenizer, tuple(served(loaded)))
+    return replace(found, model=loaded)
 
 
 @contextmanager
@@ -185,7 +164,7 @@ def _weights(source: str, config: Any, dtype: str) -> Any:
     return model
 
 
-def _stays(found: TextSource, dtype: str) -> bool:
+def _stays(found: TextModel, dtype: str) -> bool:
     """Whether experts are to stay as stored: nothing else was asked for, or memory would not hold them otherwise.
 
     They can in families that say where they are, and in safetensors.
@@ -196,11 +175,11 @@ def _stays(found: TextSource, dtype: str) -> bool:
     folder = Path(found.path)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         return False
-    if any(layer.adapter.projections is None for layer in find(found.skeleton)):
+    if any(layer.adapter.projections is None for layer in find(found.model)):
         return False
     if dtype == "auto" or getattr(torch, dtype) == found.config.dtype:
         return True
-    total = sum(p.numel() for p in found.skeleton.parameters()) * getattr(torch, dtype).itemsize
+    total = sum(p.numel() for p in found.model.parameters()) * getattr(torch, dtype).itemsize
     return bool(total > available_bytes() / 2)
 
 

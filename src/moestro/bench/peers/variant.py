@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -92,8 +92,8 @@ class Variant:
     prepare: Callable[[Layer], Bind]
     cost: Callable[[Layer, Routing], Cost]
     device: str | None = None
-    numbers: Numbers = field(default=Numbers())
-    absent: Callable[[], str | None] = field(default=lambda: None)
+    numbers: Numbers = Numbers()
+    absent: Callable[[], str | None] = lambda: None
     compiles: bool = False
 
 
@@ -111,7 +111,6 @@ def gathering_cost(layer: Layer, routing: Routing) -> Cost:
 
 def dense_cost(layer: Layer, routing: Routing) -> Cost:
     """Of one that computes every expert on every token."""
-    spec, rows = layer.spec, routing.num_tokens * layer.num_experts
-    workspace = rows * (2 * spec.hidden_size + 4 * spec.intermediate_size) * layer.dtype.itemsize
+    h, i, rows = layer.spec.hidden_size, layer.spec.intermediate_size, routing.num_tokens * layer.num_experts
     nbytes = layer.num_experts * layer.weights.bytes_per_expert
-    return Cost(6 * spec.hidden_size * spec.intermediate_size * rows, nbytes, workspace)
+    return Cost(6 * h * i * rows, nbytes, rows * (2 * h + 4 * i) * layer.dtype.itemsize)
