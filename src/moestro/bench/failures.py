@@ -25,9 +25,7 @@ def failures() -> tuple[type[Exception], ...]:
 class DeviceLostError(Exception):
     """The device computes nothing for this process any more, as after an access to memory that is not there.
 
-    Args:
-        variant: what ran when that was noticed, or None where that is not known.
-        reason: what it raised.
+    `variant` is what ran when that was noticed, or None where that is not known, and `reason` what it raised.
     """
 
     def __init__(self, variant: str | None, reason: str) -> None:
@@ -36,11 +34,7 @@ class DeviceLostError(Exception):
 
 
 def check_device(device: torch.device, variant: str | None, reason: str) -> None:
-    """After a variant failed.
-
-    Raises:
-        DeviceLostError: the device did not survive it.
-    """
+    """After a variant failed: a `DeviceLostError` if the device did not survive it."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

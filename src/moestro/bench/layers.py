@@ -12,6 +12,8 @@ from moestro.reference import one_expert
 from moestro.types import EMPTY, GPT_OSS_SWIGLU, SWIGLU, Activation, Routing, WeightOn
 from moestro.weights import ExpertWeights
 
+DENSE = "dense"
+"""The name of a layer's own numbers, in its own dtype."""
 RESERVE_BYTES = 2 << 30
 """Memory left to the reference and to everything else when deciding how many experts fit."""
 
@@ -23,7 +25,6 @@ class LayerSpec:
     Attributes:
         name: what `--layer` takes.
         family: the module of Transformers that computes it.
-        hidden_size, intermediate_size, num_experts, top_k: H, I, E, K.
         activation, bias, weight_on: as in `moestro.Activation`, `moestro.ExpertWeights` and `moestro.Routing`.
         transposed: whether Transformers stores [E, H, 2 * I] and [E, I, H].
         narrow_weights: whether the model's router hands over routing weights in the layer's dtype, not in float32.
@@ -67,11 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def named(name: str) -> LayerSpec:
-    """The layer of this name.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """The layer of this name, or an InvalidInputError."""
     if name not in LAYERS:
         raise invalid_input(
             "bench layer", got=f"layer {name!r}", needs=f"one of {', '.join(LAYERS)}", fix="Or 'all' for every one."
@@ -98,9 +95,9 @@ class Layer:
     stored: StoredExperts
     quantized: dict[str, ExpertWeights] = field(default_factory=dict)
 
-    def in_format(self, format: str | None) -> ExpertWeights:
-        """The weights quantised to a format, once; None is for the layer's own."""
-        if format is None:
+    def in_format(self, format: str) -> ExpertWeights:
+        """The weights quantised to a format, once; "dense" is for the layer's own."""
+        if format == DENSE:
             return self.weights
         if format not in self.quantized:
             self.quantized[format] = self.weights.quantize(format)
@@ -215,11 +212,8 @@ def flops(spec: LayerSpec, routing: Routing) -> int:
     return 6 * spec.hidden_size * spec.intermediate_size * pairs
 
 
-def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str | None = None) -> Tensor:
-    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once.
-
-    `format` is that of the weights, None for the layer's own.
-    """
+def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str = DENSE) -> Tensor:
+    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once."""
     weights = layer.in_format(format)
     y = torch.zeros(x.shape, device=x.device)
     wide = x.float()

@@ -67,11 +67,7 @@ def roofline(report: Report, path: str | Path) -> None:
 
 
 def check_ending(path: str | Path) -> None:
-    """Refuse a name whose ending is not one of `ENDINGS`.
-
-    Raises:
-        InvalidInputError: it is not.
-    """
+    """Raises InvalidInputError for a name whose ending is not one of `ENDINGS`."""
     if Path(path).suffix not in ENDINGS:
         raise invalid_input(
             "plot", got=f"{str(path)!r}", needs=f"a name ending in {', '.join(ENDINGS)}", fix="Try .png."

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moestro import machine
 from moestro.bench.failures import check_device, failures, sentence
-from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, dtype_name, expected_output, flops, inputs
-from moestro.bench.peers.variant import DENSE, Bind, Call, Variant
+from moestro.bench.layers import DENSE, RESERVE_BYTES, Layer, active_experts, dtype_name, expected_output, flops, inputs
+from moestro.bench.peers.variant import Bind, Call, Variant
 from moestro.bench.records import PlanPoint, Report, Row, Status
 from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
 from moestro.machine import Roof
@@ -65,8 +65,7 @@ class Point:
     def expected(self, format: str) -> list[Tensor]:
         """The reference's outputs for the checked inputs, on weights in a format."""
         if format not in self._expected:
-            own = None if format == DENSE else format
-            self._expected[format] = [expected_output(self.layer, self.x, r, own) for r in self.checked]
+            self._expected[format] = [expected_output(self.layer, self.x, r, format) for r in self.checked]
         return self._expected[format]
 
     def judge(self, variant: Variant, bind: Bind | str) -> tuple[Status, str | None]:

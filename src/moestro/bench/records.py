@@ -123,8 +123,8 @@ class Row:
     num_experts: int
     published_num_experts: int
     top_k: int
-    active_experts: int
-    flop_per_byte: float
+    active_experts: int = 0
+    flop_per_byte: float = 0.0
     samples: int = 0
     microseconds: float | None = None
     gigabytes_per_second: float | None = None
@@ -163,8 +163,6 @@ class Row:
             num_experts=spec.num_experts,
             published_num_experts=spec.num_experts,
             top_k=spec.top_k,
-            active_experts=0,
-            flop_per_byte=0.0,
         )
 
 

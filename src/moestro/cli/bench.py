@@ -34,23 +34,19 @@ def bench() -> None:
 
 @app.command()
 def layer(
-    layers: Annotated[list[str] | None, typer.Option("--layer", help="Named layers, or all. [default: olmoe]")] = None,
-    tokens: Annotated[str | None, typer.Option(help=f"Numbers of tokens. [default: {TOKENS}]")] = None,
+    layers: Annotated[list[str] | None, typer.Option("--layer", help="Named layers, or all; else olmoe.")] = None,
+    tokens: Annotated[str | None, typer.Option(help=f"Numbers of tokens; else {TOKENS}.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of x, and of weights that are not quantised: float32, bfloat16, float16.")
+        str, typer.Option(help="Of x and dense weights: float32, bfloat16, float16.")
     ] = "float32,bfloat16",
-    formats: Annotated[
-        str, typer.Option(help="Of moestro's weights: dense (of the dtype), or quantised ones: mxfp4, int8, ...")
-    ] = "dense",
+    formats: Annotated[str, typer.Option(help="Of moestro's weights: dense, mxfp4, int8, ...")] = "dense",
     variant: Annotated[
-        str, typer.Option(help="moestro's strategies: auto, grouped, blockwise, blockwise-64, selective, all_experts.")
+        str, typer.Option(help="auto, grouped, blockwise, blockwise-64, selective, all_experts.")
     ] = "auto",
     peers: Annotated[str, typer.Option(help="Names of peers, or all, or none.")] = "all",
-    seconds_per_point: Annotated[float | None, typer.Option(help=f"For each variant. [default: {SECONDS}]")] = None,
+    seconds_per_point: Annotated[float | None, typer.Option(help=f"For each variant; else {SECONDS}.")] = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; {QUICK_SECONDS} s a variant; under a minute.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; under a minute.")] = False,
     json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a roofline picture (.png, .svg, .pdf).")] = None,
 ) -> None:
@@ -96,12 +92,10 @@ def _split(*values: str) -> list[str]:
 
 def _counts(text: str) -> tuple[int, ...]:
     parts = _split(text)
-    for part in parts:
-        if not part.isdecimal() or int(part) < 1:
-            raise invalid_input(
-                "bench layer", got=f"tokens {part!r}", needs="whole numbers of at least 1", fix=f"Default: {TOKENS}."
-            )
-    return tuple(int(part) for part in parts)
+    if not all(part.isdecimal() and int(part) for part in parts):
+        needs = "whole numbers of at least 1"
+        raise invalid_input("bench layer", got=f"tokens {text!r}", needs=needs, fix=f"Default: {TOKENS}.")
+    return tuple(map(int, parts))
 
 
 def _print(report: Report, console: Console, plot: Path | None) -> None:

@@ -22,31 +22,21 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue, or - to read it; with --chat to answer.")],
-    model: Annotated[
-        str | None, typer.Option(help="A local folder or a hub id.", show_default="the bundled model")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A local folder or a hub id; else the bundled model.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the tokenizer's chat template.")] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens to generate.", show_default="256, or what the context leaves")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="At most; else 256, or what the context leaves.")] = None,
     do_sample: Annotated[
-        bool | None, typer.Option(help="Sample, or take the likeliest token.", show_default="the model's own way")
+        bool | None, typer.Option(help="Sample, or take the likeliest; else as the model says.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="With --do-sample; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="With --do-sample: the k likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="With --do-sample: the likeliest tokens of this total probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="With --do-sample: tokens of at least this share of the best.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --do-sample: the likeliest of this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="With --do-sample: those of this share of the best.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 to repeat less.")] = None,
     seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
     format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
-    input_format: Annotated[
-        str, typer.Option(help="float, or int8 or fp8-e4m3 to round what meets the experts to 8 bits.")
-    ] = "float",
+    input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
     projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 from dataclasses import asdict
@@ -21,9 +22,7 @@ INTEGERS = ("vnni", "amx-int8")
 
 
 def info(
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure memory bandwidth and FLOP/s; a few seconds.")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure bandwidth and FLOP/s; a few seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Versions, processor features, threads, devices, and the implementations of every operation with reasons."""
@@ -43,9 +42,10 @@ def collect(measure: bool) -> dict[str, Any]:
 
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     versions = {"moestro": moestro.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    others = {name: metadata.version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
     roofs = {name: asdict(machine.measure(getattr(torch, name))) for name in MEASURED} if measure else None
     return {
-        "versions": versions | {name: _version(name) for name in PACKAGES},
+        "versions": versions | others,
         "machine": machine.describe(),
         "gpus": [machine.describe_gpu(device) for device in gpus],
         "implementations": _implementations("cuda" if gpus else "cpu"),
@@ -53,13 +53,6 @@ def collect(measure: bool) -> dict[str, Any]:
         "peaks": machine.peaks() if measure else None,
         "gpu_rates": [{**machine.bandwidths(d), **machine.matrix_rates(d)} for d in gpus] if measure else None,
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:

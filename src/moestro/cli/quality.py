@@ -18,39 +18,17 @@ if TYPE_CHECKING:
 
 
 def quality(
-    model: Annotated[
-        str | None, typer.Argument(help="A local folder or a hub id.", show_default="the bundled model")
-    ] = None,
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Of the experts: mxfp4, int8, ...; may be repeated.")
-    ] = None,
-    all_formats: Annotated[
-        bool, typer.Option("--all-formats", help="Every format that can store the model's experts.")
-    ] = False,
-    search: Annotated[
-        list[str] | None,
-        typer.Option(help="How scales are chosen: nearest or mse; repeat it for both.", show_default="nearest"),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="The baseline's format; it computes in float32.", show_default="as stored")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="What to predict: a UTF-8 file.", show_default="Python files that training held out"),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="How many to predict; 0 for all of the text.", show_default="32768")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="What variants compute in: float32, bfloat16, float16, or auto for the checkpoint's.")
-    ] = "float32",
-    input_format: Annotated[
-        str, typer.Option(help="Of the variants: float, or int8 or fp8-e4m3 to round what meets the experts.")
-    ] = "float",
+    model: Annotated[str | None, typer.Argument(help="A local folder or a hub id; else the bundled model.")] = None,
+    formats: Annotated[list[str] | None, typer.Option("--format", help="mxfp4, int8, ...; may be repeated.")] = None,
+    all_formats: Annotated[bool, typer.Option("--all-formats", help="Every one that can store the experts.")] = False,
+    search: Annotated[list[str] | None, typer.Option(help="Of scales: nearest (default), mse; or repeat it.")] = None,
+    against: Annotated[str | None, typer.Option(help="The baseline's format; else as stored.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 file; else Python files that training held out.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="How many to predict, 0 for all; else 32768.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of variants: float32, bfloat16, float16, or auto.")] = "float32",
+    input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, layer by layer, and no table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the table as a Markdown page.")] = None,
 ) -> None:

@@ -31,16 +31,9 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A model's folder: config.json and safetensors files.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     format: Annotated[str, typer.Option(help="Of the experts: mxfp4, int4-g128, fp8-e4m3-b128, ...")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option(help='A pattern and its own format: "*.layers.0.*=int8". The last match decides.'),
-    ] = None,
-    search: Annotated[
-        str, typer.Option(help="How scales are chosen: nearest, or mse (slower, errs less).")
-    ] = "nearest",
-    checksums: Annotated[
-        bool, typer.Option("--checksums", help="Write the SHA-256 of every tensor, which loading then checks.")
-    ] = False,
+    override: Annotated[list[str] | None, typer.Option(help='"*.layers.0.*=int8"; the last match decides.')] = None,
+    search: Annotated[str, typer.Option(help="Of scales: nearest, or mse (slower, errs less).")] = "nearest",
+    checksums: Annotated[bool, typer.Option("--checksums", help="Write SHA-256s, which loading checks.")] = False,
     shard_size: Annotated[str, typer.Option(help="The most tensor bytes a file: 5GB, 500MB, 2GiB.")] = "5GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and show no progress.")] = False,
 ) -> None:
@@ -137,8 +130,8 @@ def _print(report: Report) -> None:
         "bits per weight": f"{report.bits_per_weight:.3f} (experts, scales included)",
         "time": f"{report.seconds:.1f} s",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
+    for row in rows.items():
+        table.add_row(*row)
     console = Console(highlight=False)
     done = "is complete already; nothing was written" if report.complete_before else "is complete"
     console.print(f"{report.destination} {done}", soft_wrap=True)

@@ -22,11 +22,7 @@ def refusals() -> Iterator[None]:
 
 
 def check_targets(operation: str, plot: Path | None, other: Path | None) -> None:
-    """Refuse before the run what could not be written after it. What is there is left as it is.
-
-    Raises:
-        InvalidInputError: a picture of an unknown kind, a folder, or a file that cannot be opened for writing.
-    """
+    """Refuse before the run what could not be written after it. What is there is left as it is."""
     if plot is not None:
         from moestro.bench.plot import check_ending
 

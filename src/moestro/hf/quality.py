@@ -1,8 +1,4 @@
-"""Measure what a format costs a language model: the model in one format after the other beside its baseline.
-
-Two models are in memory at a time. Each window of the text is read by the variant and then by the baseline; the
-baseline's expert layers hand their inputs and routing to the variant's on the way, so nothing of a layer is kept.
-"""
+"""Measure what a format costs a language model: in one format after the other, two models in memory at a time."""
 
 from __future__ import annotations
 
@@ -40,12 +36,9 @@ OnWindow = Callable[[str, int, int], object]
 
 @dataclass(frozen=True)
 class Variant:
-    """A format to measure.
+    """A format to measure, by its name and not an alias, and how scales are chosen, None where there are none.
 
-    Attributes:
-        format: its name, not an alias.
-        search: how scales are chosen; None for a format without scales.
-        needed: whether it is an error if the format cannot store the model, and not a line in the report.
+    Where the format cannot store the model, that is an error if it is `needed`, else a line in the report.
     """
 
     format: str
@@ -93,12 +86,10 @@ class Options:
 
     Attributes:
         against: the baseline's format; None for the experts as the checkpoint stores them. It is computed in float32.
-        dtype: of the variants' activations and of their other weights: "float32", "bfloat16", "float16" or "auto".
+        dtype, input_format: of the variants, as for `moestro.load`; the dtype by its name.
         device: a torch device.
         text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
         tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
-        input_format: of the variants: "float", or "int8" or "fp8-e4m3" to round what meets their weights, as in
-            `moestro.load`.
     """
 
     against: str | None = None
@@ -129,9 +120,7 @@ def measure(
     """Compare a model whose experts are stored in other formats with itself.
 
     Args:
-        model: a local folder, a hub id, or None for the bundled model.
-        wanted: from `variants`.
-        options: the text and the baseline.
+        model, wanted: a local folder, a hub id, or None for the bundled model; and what `variants` returned.
         on_window: called after each window with the variant's name, and windows done and in all, over all variants.
 
     Raises:

@@ -69,15 +69,7 @@ def bundled_folder() -> Path:
 
 
 def find_text_model(model: str | Path | None = None) -> TextModel:
-    """Find a Mixture-of-Experts language model without its weights, and refuse one that could not be served.
-
-    Args:
-        model: a local folder, a hub id, or None for the bundled model.
-
-    Raises:
-        InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, no tokenizer.
-        UnsupportedError: a dense model, or one with expert layers that cannot be served.
-    """
+    """The model that `load_text_model` would load, without its weights; it refuses what cannot be served."""
     source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
     stored = open_checkpoint(Path(source)) if any(Path(source).glob("*.safetensors")) else None
     config = read_config(source, OPERATION, stored)

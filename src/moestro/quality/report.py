@@ -86,15 +86,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Text:
-    """What was predicted.
+    """What was predicted: so many documents of a file, or of the "held-out standard library".
 
-    Attributes:
-        name: a file, or "held-out standard library".
-        documents: number of them.
-        num_tokens: that were predicted.
-        num_bytes: of UTF-8 that these tokens stand for.
-        context: the most tokens that a prediction looked at.
-        sha256: of the documents' bytes, one after the other.
+    `num_bytes` are those of UTF-8 that the predicted tokens stand for, `context` the most tokens that a prediction
+    looked at, and `sha256` is of the documents' bytes, one after the other.
     """
 
     name: str

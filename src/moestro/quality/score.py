@@ -49,11 +49,7 @@ class Scores(NamedTuple):
 
 
 def score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> Scores:
-    """Compare two models' predictions of the same tokens, a few rows at a time.
-
-    Args:
-        logits, baseline_logits: [T, vocabulary], any floating-point dtype, on one device.
-        targets: [T], the tokens that came.
+    """Compare two models' logits [T, vocabulary] before the same tokens [T] came, a few rows at a time.
 
     Raises:
         InvalidInputError: logits with NaN or infinity, but for the minus infinity of an impossible token.

@@ -9,9 +9,9 @@ from typing import cast
 import torch
 
 import moestro
-from moestro.bench.layers import Layer, LayerSpec
+from moestro.bench.layers import DENSE, Layer, LayerSpec
 from moestro.bench.peers.transformers_experts import bind_module, transformers_module
-from moestro.bench.peers.variant import DENSE, Bind, Numbers, Variant, cost, dense_cost
+from moestro.bench.peers.variant import Bind, Numbers, Variant, cost, dense_cost
 from moestro.errors import InvalidInputError, invalid_input
 from moestro.experts import Experts
 from moestro.formats import WeightFormat, check_shape, find_format

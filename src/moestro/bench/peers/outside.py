@@ -16,11 +16,9 @@ import moestro
 from moestro import settings
 from moestro.bench.peers.variant import Variant
 
-CHECKOUT = Path(moestro.__file__).parents[2]
-"""Where the source of the package lies, if it is run from a checkout."""
-
+CHECKOUT = Path(moestro.__file__).parents[2]  # if the package is run from one
 PACKAGE = "peers"
-"""What a folder must hold: a Python package with `PEERS`, a sequence of `Variant`s, and a function `versions`."""
+"""A Python package with `PEERS`, a sequence of `Variant`s, and a function `versions`."""
 
 
 def missing() -> str | None:

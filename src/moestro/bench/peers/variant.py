@@ -9,15 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moestro.bench.layers import Layer, LayerSpec, active_bytes, dtype_name, flops, working_bytes
+from moestro.bench.layers import DENSE, Layer, LayerSpec, active_bytes, dtype_name, flops, working_bytes
 from moestro.types import Routing
 
 Call = Callable[[], Tensor]
 Bind = Callable[[Tensor, Routing], Call]
 Refuses = Callable[[LayerSpec, torch.dtype], str | None]
-
-DENSE = "dense"
-"""The name of the layer's own numbers, in its own dtype."""
 
 
 @dataclass(frozen=True)
