@@ -16,7 +16,7 @@ import moestro
 from moestro.cli.refusal import refusals
 
 if TYPE_CHECKING:
-    from moestro.hf.generate import Generation, Ran
+    from moestro.hf.generate import Generation
     from moestro.hf.text_model import TextModel
 
 
@@ -65,11 +65,12 @@ def generate(
             if not chat and not as_json:
                 _write(prompt)
             found = library.generate(text_model, prompt, sampling, None if as_json else _write, chat)
-            if as_json:
-                typer.echo(json.dumps(report(text_model, prompt, found)))
-                return
-    _write("\n")
-    typer.secho(summary(text_model, found), err=True, dim=True)
+            said = report(text_model, prompt, found)
+    if as_json:
+        typer.echo(json.dumps(said))
+    else:
+        _write("\n")
+        typer.secho(summary(said), err=True, dim=True)
 
 
 def _read() -> str:
@@ -82,50 +83,36 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def summary(text_model: TextModel, found: Generation) -> str:
-    """The two lines that follow the text."""
-    speed = found.new_tokens_per_second
-    lines = [
-        f"prompt {found.prompt_tokens} tokens, {found.prompt_tokens_per_second:.1f} tokens/s; generated "
-        f"{found.new_tokens} tokens" + (f", {speed:.1f} tokens/s" if speed is not None else ""),
-        f"{text_model.name}: {len(text_model.served)} expert layers served; prompt by {_names(found.prompt_ran)}"
-        + (f", generation by {_names(found.new_ran)}" if found.new_ran else "")
-        + f"; {_dtype(text_model)}"
-        + "".join(f"; experts {layout}" for layout in _stored(text_model))
-        + "".join(f"; {count} projections by {name}" for name, count in _projections(text_model).items()),
+def summary(said: dict[str, Any]) -> str:
+    """The two lines that follow the text, of what `report` says."""
+    tokens, speeds = said["tokens"], said["tokens_per_second"]
+    prompt, new = (
+        ", ".join(f"{ran['implementation']} ({ran['strategy']})" for ran in part) for part in said["ran"].values()
+    )
+    parts = [
+        f"{said['model']}: {said['expert_layers']} expert layers served",
+        f"prompt by {prompt}" + (f", generation by {new}" if new else ""),
+        said["dtype"],
+        *(f"experts {layout}" for layout in said["stored_experts"]),
+        *(f"{count} projections by {name}" for name, count in said["projections"].items()),
     ]
-    return "\n".join(lines)
+    speed = "" if speeds["generated"] is None else f", {speeds['generated']:.1f} tokens/s"
+    return (
+        f"prompt {tokens['prompt']} tokens, {speeds['prompt']:.1f} tokens/s; generated {tokens['generated']} tokens"
+        f"{speed}\n{'; '.join(parts)}"
+    )
 
 
-def _names(ran: tuple[Ran, ...]) -> str:
-    return ", ".join(f"{r.implementation} ({r.strategy})" for r in ran)
-
-
-def _stored(text_model: TextModel) -> list[str]:
-    """How experts lie that are kept as a checkpoint stores them: "mxfp4, memory-mapped"."""
-    return sorted({layer.layout for layer in text_model.served if layer.stored})
-
-
-def _projections(text_model: TextModel) -> dict[str, int]:
-    """How many linear modules each implementation serves where one token comes, as in generation."""
+def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, Any]:
+    """What --json prints. Projections are counted by what serves them where one token comes, as in generation."""
     import torch
+    import transformers
 
     from moestro.hf import served_projections
 
     with torch.no_grad():
         rows = [(p, p.weight.new_empty(1, p.in_features)) for p in served_projections(text_model.model).values()]
-        return dict(Counter(str(moestro.explain(projection, row).chosen) for projection, row in rows))
-
-
-def _dtype(text_model: TextModel) -> str:
-    return str(text_model.model.dtype).removeprefix("torch.")
-
-
-def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, Any]:
-    """What --json prints."""
-    import torch
-    import transformers
-
+        projections = Counter(str(moestro.explain(projection, row).chosen) for projection, row in rows)
     return {
         "prompt": prompt,
         "text": found.text,
@@ -137,9 +124,9 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "model": text_model.name,
         "architecture": type(text_model.model).__name__,
         "expert_layers": len(text_model.served),
-        "dtype": _dtype(text_model),
-        "stored_experts": _stored(text_model),
-        "projections": _projections(text_model),
+        "dtype": str(text_model.model.dtype).removeprefix("torch."),
+        "stored_experts": sorted({layer.layout for layer in text_model.served if layer.stored}),
+        "projections": dict(projections),
         "device": str(text_model.model.device),
         "threads": torch.get_num_threads(),
         "versions": {

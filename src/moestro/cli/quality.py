@@ -72,8 +72,6 @@ def _print(found: QualityReport) -> None:
     from moestro.quality.report import headline, reasons, table
 
     console = wide_console()
-    for line in headline(found):
-        console.print(line, soft_wrap=True)
+    console.print(*headline(found), sep="\n", soft_wrap=True)
     console.print(table(found))
-    for line in reasons(found):
-        console.print(line, soft_wrap=True)
+    console.print(*reasons(found), sep="\n", end="\n" if reasons(found) else "", soft_wrap=True)

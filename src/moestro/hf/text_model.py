@@ -73,7 +73,11 @@ def find_text_model(model: str | Path | None = None) -> TextModel:
     source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
     stored = open_checkpoint(Path(source)) if any(Path(source).glob("*.safetensors")) else None
     config = read_config(source, OPERATION, stored)
-    skeleton = _refuse_early(source, config)
+    fix = "Use moestro.accelerate(model) on other kinds."
+    with explained(OPERATION, source, "a causal language model", fix), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    if not any(adapter_of(module) is not None for module in skeleton.modules()):
+        accelerate(skeleton)  # which says why not
     return TextModel(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
 
 
@@ -173,16 +177,6 @@ def _stays(found: TextModel, dtype: str) -> bool:
         return True
     total = sum(p.numel() for p in found.model.parameters()) * getattr(torch, dtype).itemsize
     return bool(total > available_bytes() / 2)
-
-
-def _refuse_early(source: str, config: Any) -> Any:
-    """The model without weights; raises if moestro cannot serve it."""
-    fix = "Use moestro.accelerate(model) on other kinds."
-    with explained(OPERATION, source, "a causal language model", fix), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    if not any(adapter_of(module) is not None for module in skeleton.modules()):
-        accelerate(skeleton)
-    return skeleton
 
 
 def _tokenizer(source: str) -> Any:

@@ -22,12 +22,11 @@ from moestro.weights import check_input_format
 
 
 def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
-    """moestro with a strategy, on weights in a format.
+    """moestro with a strategy, on weights in a format, which a name of "moestro" and of both says if they are given.
 
     On the layer's own weights ("dense") it is Transformers' own module after `moestro.accelerate(module, strategy)`; on
-    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. "mxfp4/int8" is mxfp4 whose rows of
-    tokens are rounded to int8, "fp8-e4m3-b128/fp8-e4m3" that format with rows rounded to fp8. The name is "moestro",
-    then the strategy unless it is "auto", then the format unless it is the layer's own.
+    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. "mxfp4/int8" is mxfp4 with the input
+    format int8.
 
     Raises:
         InvalidInputError: no such strategy, or no such format, or a floating-point one, which the layer's dtype is for.

@@ -1,7 +1,6 @@
-"""Peers from outside PyTorch and Transformers: the folder `peers` that a checkout has under `benchmarks/`.
+"""Peers from outside PyTorch and Transformers: `benchmarks/peers` of a checkout, or of the folder that is named.
 
-It is found beside the source of the package, or in the folder that MOESTRO_BENCH_PEERS names, where
-`install_peers.py` leaves a link to `benchmarks`.
+`install_peers.py` leaves a link to `benchmarks` in the folder that it fills, and MOESTRO_BENCH_PEERS names.
 """
 
 from __future__ import annotations
