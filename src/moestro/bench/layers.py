@@ -201,11 +201,6 @@ def active_experts(expert_ids: Tensor) -> int:
     return len(_distinct(expert_ids))
 
 
-def active_bytes(layer: Layer, routing: Routing) -> int:
-    """Bytes of the weights of the distinct experts a routing touches."""
-    return active_experts(routing.expert_ids) * layer.weights.bytes_per_expert
-
-
 def flops(spec: LayerSpec, routing: Routing) -> int:
     """6 * H * I for every (token, expert) pair: three matmuls of H * I multiply-adds. Nothing else is counted."""
     pairs = int((routing.expert_ids >= 0).sum())

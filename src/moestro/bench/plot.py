@@ -78,16 +78,13 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
     kinds = {row.variant: row.kind for row in rows if row.gigaflops}
     ours = {"ms": 7, "lw": 2.2, "zorder": 5, "mec": "white", "mew": 0.8}
     peers = {"ms": 5, "lw": 1.2, "zorder": 3, "alpha": 0.85}
-    return {
-        name: {**style, "marker": marker, "color": colour}
-        for group, style, markers, colours in (
-            ("moestro", ours, OURS_MARKERS, OURS_COLOURS),
-            ("peer", peers, PEER_MARKERS, PEER_COLOURS),
-        )
-        for name, marker, colour in zip(
-            [name for name, kind in kinds.items() if kind == group], cycle(markers), cycle(colours), strict=False
-        )
-    }
+    looks = (("moestro", ours, OURS_MARKERS, OURS_COLOURS), ("peer", peers, PEER_MARKERS, PEER_COLOURS))
+    styles: dict[str, dict[str, Any]] = {}
+    for group, style, markers, colours in looks:
+        names = [name for name, kind in kinds.items() if kind == group]
+        for name, marker, colour in zip(names, cycle(markers), cycle(colours), strict=False):
+            styles[name] = {**style, "marker": marker, "color": colour}
+    return styles
 
 
 def _panel(axis: Any, rows: list[Row], report: Report, styles: dict[str, dict[str, Any]]) -> None:
@@ -98,7 +95,8 @@ def _panel(axis: Any, rows: list[Row], report: Report, styles: dict[str, dict[st
     left, right = min(*xs, roof.balance) / 2, max(*xs, roof.balance) * 3
     axis.loglog([left, roof.balance, right], [bandwidth * left, peak, peak], color=INK, lw=1.6, zorder=4)
     notes = [(f"{peak:,.0f} GFLOP/s", right, peak), (f"{bandwidth:.1f} GB/s", left, bandwidth * left)]
-    for name, rate in ((name, rate / 1e9) for name, rate in report.peaks.items() if name in {r.peak for r in measured}):
+    for name in report.peaks.keys() & {row.peak for row in measured}:
+        rate = report.peaks[name] / 1e9
         axis.axhline(rate, color=INK, lw=0.9, ls=":", zorder=2)
         notes.append((f"{name} {rate:,.0f}", left, rate))
     for name, style in styles.items():

@@ -31,8 +31,6 @@ DEFAULT_TOKENS = 32_768
 WIDEST = 32
 """The most bits of the formats that are meant by "all"."""
 
-OnWindow = Callable[[str, int, int], object]
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -115,7 +113,7 @@ def measure(
     model: str | Path | None,
     wanted: Sequence[Variant],
     options: Options | None = None,
-    on_window: OnWindow = lambda variant, done, total: None,
+    on_window: Callable[[str, int, int], object] = lambda variant, done, total: None,
 ) -> QualityReport:
     """Compare a model whose experts are stored in other formats with itself.
 
@@ -141,19 +139,19 @@ def measure(
             raise refusal
     own, rows, read = _stored(baseline), [], 0
     each, num_fitting = len(corpus.windows), list(refused.values()).count(None)
+
+    def tell(variant: Variant, before: int) -> Callable[[int], object]:
+        return lambda done: on_window(variant.name, before + done, each * num_fitting)
+
     for variant, refusal in refused.items():
         if refusal is None:
-
-            def tell(done: int, name: str = variant.name, before: int = read) -> None:
-                on_window(name, before + done, each * num_fitting)
-
-            read += each
             try:
-                own, row = _measure(source, options, variant, baseline, corpus, tell)
+                own, row = _measure(source, options, variant, baseline, corpus, tell(variant, read))
             except MoestroError as error:
                 if variant.needed or num_fitting == 1:
                     raise
                 refusal = error
+            read += each
         rows.append(row if refusal is None else _skipped(variant, refusal))
     num_experts, hidden_size, intermediate_size = _stores(baseline)[0].down.shape
     sizes = len(_stores(baseline)), hidden_size, intermediate_size, num_experts

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moestro.bench.layers import DENSE, Layer, LayerSpec, active_bytes, dtype_name, flops, working_bytes
+from moestro.bench.layers import DENSE, Layer, LayerSpec, active_experts, dtype_name, flops, working_bytes
 from moestro.types import Routing
 
 Call = Callable[[], Tensor]
@@ -97,7 +97,8 @@ class Variant:
 def cost(layer: Layer, routing: Routing) -> Cost:
     """Of a variant that computes each (token, expert) pair once and reads each active expert once."""
     workspace = working_bytes(layer.spec, layer.dtype, routing.expert_ids.numel())
-    return Cost(flops(layer.spec, routing), active_bytes(layer, routing), workspace)
+    nbytes = active_experts(routing.expert_ids) * layer.weights.bytes_per_expert
+    return Cost(flops(layer.spec, routing), nbytes, workspace)
 
 
 def gathering_cost(layer: Layer, routing: Routing) -> Cost:
