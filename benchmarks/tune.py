@@ -37,7 +37,7 @@ def tune(
     with refusals():
         found = tuner.tune(
             _spec(layer, sizes),
-            None if format == "dense" else format,
+            format,
             _numbers(tokens, "tokens"),
             lambda best: typer.echo(str(best)),
         )

@@ -17,10 +17,10 @@ import torch
 
 from moestro import machine
 from moestro.bench.failures import failures, sentence
-from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, inputs, make_layer, named
+from moestro.bench.layers import DENSE, Layer, LayerSpec, experts_that_fit, inputs, make_layer, named
 from moestro.bench.measure import release
 from moestro.bench.peers import known_peers, ours
-from moestro.bench.peers.variant import DENSE, Variant
+from moestro.bench.peers.variant import Variant
 from moestro.bench.records import Plan
 from peers.graphs import GRAPH
 

@@ -11,9 +11,10 @@ from time import perf_counter
 
 from gpu.precompile import compile_ahead
 from moestro.bench.failures import DeviceLostError
-from moestro.bench.measure import Say, bits_of, extend, groups, only_those_here, start
+from moestro.bench.layers import dtype_name
+from moestro.bench.measure import Say, extend, only_those_here, start
 from moestro.bench.peers.variant import Variant
-from moestro.bench.records import Plan, PlanPoint, Report, dtype_name
+from moestro.bench.records import Plan, PlanPoint, Report
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 from peers.graphs import GRAPH
@@ -50,7 +51,7 @@ class Found:
     def has(self, key: Key, num_tokens: int) -> bool:
         """Whether a point has its rows."""
         rows = self.reports[key[0]].rows if key[0] in self.reports else []
-        return any((row.dtype, row.bits, row.num_tokens) == (*key[1:], num_tokens) for row in rows)
+        return any(row.point == (*key, num_tokens) for row in rows)
 
     def save(self, path: Path) -> None:
         """Keep it in a file, which is whole at any time."""
@@ -75,7 +76,7 @@ def stages(plan: Plan) -> list[Plan]:
     late = tuple(t for t in plan.tokens if t not in early)
     ranked: list[tuple[int, int, Plan]] = []
     for dtype, spec in itertools.product(plan.dtypes, plan.layers):
-        for bits, group in zip(bits_of(plan, dtype), groups(plan, dtype), strict=True):
+        for bits, group in plan.by_bits(dtype).items():
             part = replace(group, layers=(spec,), dtypes=(dtype,))
             pieces = [(len(FIRST), early), (len(FIRST) + 1, late)]
             if (spec.name, bits) in FIRST:
@@ -120,7 +121,7 @@ def run_stages(
         rest = _rest(replace(part, peers=tuple(peer for peer in part.peers if peer in here)), found, budget)
         if rest is not None:
             refusals += _extend(report, rest, budget, found, on_point)
-        order = [(dtype_name(dtype), bits) for dtype in plan.dtypes for bits in bits_of(plan, dtype)]
+        order = [(dtype_name(dtype), bits) for dtype in plan.dtypes for bits in plan.by_bits(dtype)]
         report.rows.sort(key=lambda row: (order.index((row.dtype, row.bits)), row.num_tokens))
         if report.rows:
             yield report

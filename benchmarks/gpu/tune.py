@@ -59,7 +59,7 @@ class Found:
 
 
 def tune(
-    spec: LayerSpec, format: str | None, tokens: tuple[int, ...], on_found: Callable[[Found], None] = lambda f: None
+    spec: LayerSpec, format: str, tokens: tuple[int, ...], on_found: Callable[[Found], None] = lambda f: None
 ) -> list[Found]:
     """Time candidates for a layer in bfloat16 on the current CUDA device, and store the best plan for each T.
 
@@ -69,7 +69,7 @@ def tune(
 
     Args:
         spec: the layer, of the sizes that a model has on this device.
-        format: of the weights, or None for bfloat16.
+        format: of the weights; "dense" is bfloat16.
         tokens: numbers of tokens.
         on_found: called with what was found for each of them.
 

@@ -9,7 +9,6 @@ from moestro import reference
 from moestro.bench.layers import (
     LAYERS,
     RESERVE_BYTES,
-    active_bytes,
     active_experts,
     expected_output,
     experts_that_fit,
@@ -18,6 +17,7 @@ from moestro.bench.layers import (
     make_layer,
     named,
 )
+from moestro.bench.peers.variant import cost
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.types import GPT_OSS_SWIGLU, SWIGLU, Routing
 from tolerances import assert_close
@@ -63,7 +63,7 @@ def test_bytes_and_flops_by_hand(tiny) -> None:
     ids = torch.tensor([[0, 3], [3, -1], [5, 0]])
     routing = Routing(ids, torch.ones(3, 2))
     assert active_experts(ids) == 3
-    assert active_bytes(layer, routing) == 3 * (2 * 16 * 24 + 24 * 16) * 2
+    assert cost(layer, routing).nbytes == 3 * (2 * 16 * 24 + 24 * 16) * 2
     assert flops(layer.spec, routing) == 5 * (2 * 2 * 16 * 24 + 2 * 24 * 16)
     olmoe = 8 * 3 * 2048 * 1024 * 4
     assert 8 * LAYERS["olmoe"].expert_bytes(torch.float32) == olmoe == 201_326_592

@@ -340,7 +340,7 @@ def test_json_schema(tiny, known_roof: Roof) -> None:
         ({"seconds": 0.0}, "got seconds per point 0.0; needs more than 0"),
         ({"seconds": float("nan")}, "got seconds per point nan"),
         ({"layers": ()}, "got 0 layers"),
-        ({"dtypes": (torch.int8,)}, "got torch.int8; needs float32, bfloat16 or float16"),
+        ({"dtypes": (torch.int8,)}, "got dtype torch.int8; needs float32, bfloat16 or float16"),
         ({"device": "abacus"}, "got device 'abacus'; needs a torch device of this machine"),
     ],
 )
@@ -404,11 +404,11 @@ def test_what_breaks_for_every_variant_is_a_row_for_each(
     good = getattr(measure, where)
 
     def broken(*given, **named):
-        point = given[0] if where == "run_point" else given[1]
+        place = given[0].place if where == "run_point" else given[1]
         if where == "make_layer":
             meets = given[0].name == "olmoe"
         else:
-            meets = (point.layer if where == "run_point" else given[0]).spec.name == "olmoe" and point.num_tokens == 5
+            meets = (place.spec.name, place.num_tokens) == ("olmoe", 5)
         if meets:
             raise RuntimeError("an illegal memory access\n  was encountered")
         return good(*given, **named)

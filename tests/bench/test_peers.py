@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moestro
@@ -88,15 +87,10 @@ def test_three_implementations_are_three_functions(tiny, monkeypatch: pytest.Mon
     assert not torch.equal(eager, x)
 
 
-def test_reasons_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    scout, olmoe = LAYERS["llama4-scout"], LAYERS["olmoe"]
+def test_reasons_to_refuse() -> None:
+    scout = LAYERS["llama4-scout"]
     assert PEERS["grouped_mm"].refuses(scout, torch.float32) == "Transformers has one way to compute Llama 4"
     assert PEERS["eager"].refuses(scout, torch.float32) is None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert PEERS["eager"].absent() == "transformers is not installed"
-    assert ours().refuses(olmoe, torch.float32) == "transformers is not installed"
-    monkeypatch.delattr(F, "grouped_mm")
-    assert "has no torch.nn.functional.grouped_mm" in PEERS["torch-grouped_mm"].refuses(olmoe, torch.float32)
 
 
 def test_costs_by_hand(tiny) -> None:
@@ -154,5 +148,5 @@ def test_rows_as_int8_are_rounded_and_checked(tiny) -> None:
     assert layer.quantized["mxfp4"].input_format == "float"
     with pytest.raises(UnsupportedError, match="int8 inputs"):
         ours("auto", "fp8-e4m3-b128/int8")
-    with pytest.raises(InvalidInputError, match="inputs as 'int3'"):
+    with pytest.raises(InvalidInputError, match="int3"):
         ours("auto", "mxfp4/int3")

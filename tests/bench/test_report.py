@@ -48,6 +48,8 @@ NOTHING = {
     "gigabytes_per_second": None,
     "gigaflops": None,
     "roof_share": None,
+    "bandwidth_share": None,
+    "peak_share": None,
     "samples": 0,
     "error": None,
 }

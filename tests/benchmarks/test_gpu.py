@@ -147,7 +147,7 @@ def test_the_default_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peers[4:8] == [*later, "transformers-fp8"]
     assert peers[8:] == [f"{name}-graph" for name in ("grouped_mm", "torch-grouped_mm", *later)]
     # As many seconds as every variant may spend at every point leave more than half of the budget to compilers.
-    groups = [measure.groups(plan, torch.bfloat16)][0]
+    groups = plan.by_bits(torch.bfloat16).values()
     timed = sum(len(g.ours) + len(g.peers) for g in groups) * len(plan.tokens) * len(plan.layers) * plan.seconds
     assert timed < plan.budget / 2 < 240
 

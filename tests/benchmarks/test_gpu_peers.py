@@ -54,7 +54,7 @@ def test_every_interface_of_triton_kernels_computes_the_layer(
     peer, spec = PEERS[peer_name], spec_like(layer_name)
     assert peer.absent() is None
     layer = make_layer(spec, torch.bfloat16, spec.num_experts)
-    own = None if peer_name.endswith("bf16") else "mxfp4"
+    own = "dense" if peer_name.endswith("bf16") else "mxfp4"
     with torch.inference_mode():
         bind = peer.prepare(layer)
         for num_tokens in (1, 5, 40):
@@ -64,11 +64,11 @@ def test_every_interface_of_triton_kernels_computes_the_layer(
                 assert disagreement(output, expected_output(layer, x, routing, own), torch.bfloat16) is None
     asked = like_triton_kernels.CALLS
     constraints = [value for name, value in asked if name == "constraints"]
-    assert constraints == [None] if own is None else [None, {"split_k": 1}]
+    assert constraints == ([None] if own == "dense" else [None, {"split_k": 1}])
     fused = next(value for name, value in asked if name == "activation")
     assert fused.fn_args == ((1.702, 7.0) if layer_name == "gpt-oss-20b" else (1.0, None))
     assert (fused if version == "3.5" else fused.specs).reduction_n == 2
-    assert [name for name, _ in asked].count("layout") == (0 if own is None else 4)
+    assert [name for name, _ in asked].count("layout") == (0 if own == "dense" else 4)
 
 
 @needs_triton

@@ -72,7 +72,7 @@ def fake_points(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Layers are tiny and points are not run; the list is of (layer, bits, tokens) as `run_point` meets them."""
     met: list[tuple[str, int, int]] = []
 
-    def run_point(place: PlanPoint, bound: object, refused: object, seconds: float) -> list[Row]:
+    def run_point(place: PlanPoint, prepared: object, seconds: float) -> list[Row]:
         met.append((place.spec.name, place.ours[0].numbers.bits_in(place.dtype), place.num_tokens))
         return place.skipped("timed")
 
@@ -170,8 +170,9 @@ def test_another_process_goes_on_behind_what_lost_the_device(
     counted = measure.run_point
     broken = {("olmoe", 16, 64): "moestro-graph", ("mixtral", 16, 1): None, ("mixtral", 4, 64): "moestro-mxfp4"}
 
-    def run_point(place: PlanPoint, bound: object, refused: dict[str, str], seconds: float) -> list[Row]:
-        rows = counted(place, bound, refused, seconds)
+    def run_point(place: PlanPoint, prepared: dict[str, object], seconds: float) -> list[Row]:
+        rows = counted(place, prepared, seconds)
+        refused = {name: bind for name, bind in prepared.items() if isinstance(bind, str)}
         culprit = broken.get(met[-1], "nobody")
         if culprit not in refused and culprit != "nobody":
             raise DeviceLostError(culprit, "an illegal memory access")

@@ -194,7 +194,7 @@ def test_a_device_on_which_no_plan_runs_keeps_none(own_cache: Path, monkeypatch:
     monkeypatch.setattr(tune.Trial, "of", lambda *given: replace(broken))
     monkeypatch.setattr(tune.Trial, "seconds", lambda self, plan: None)
     with pytest.raises(UnsupportedError, match="no plan that runs at T = 1: it hangs"):
-        tune.tune(tune_spec(), None, (1,))
+        tune.tune(tune_spec(), "dense", (1,))
     assert list(own_cache.rglob("*.json")) == []
 
 
@@ -205,7 +205,7 @@ def test_without_a_gpu_it_is_one_line() -> None:
     assert "no CUDA device" in result.output
     assert result.output.count("\n") == 1
     with pytest.raises(UnsupportedError, match="no CUDA device"):
-        tune.tune(tune_spec(), None, (1,))
+        tune.tune(tune_spec(), "dense", (1,))
 
 
 @pytest.mark.parametrize(

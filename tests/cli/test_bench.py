@@ -43,6 +43,13 @@ def test_tables_and_files(tmp_path: Path) -> None:
     assert {row["variant"] for row in rows} == {"moestro", "eager", "batched_mm", "grouped_mm", "torch-grouped_mm"}
 
 
+def test_the_help_says_what_is_taken_where_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = CliRunner().invoke(app, ["layer", "--help"]).output
+    assert "else olmoe." in text
+    assert "else 1,4,16,128,512,2048." in text
+
+
 def test_json_alone_on_stdout() -> None:
     result = bench("--tokens", "2", "--dtype", "float32", "--peers", "none", "--variant", "grouped,auto", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -134,10 +141,10 @@ def test_wrong_output_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--layer", "gpt5"], "got layer 'gpt5'; needs one of olmoe, "),
         (["--tokens", "0"], "got tokens '0'; needs whole numbers of at least 1"),
         (["--tokens", "-3"], "got tokens '-3'; needs whole numbers of at least 1"),
-        (["--tokens", "1,two"], "got tokens 'two'; needs whole numbers of at least 1"),
+        (["--tokens", "1,two"], "got tokens '1,two'; needs whole numbers of at least 1"),
         (["--tokens", ","], "0 token counts"),
-        (["--dtype", "float12"], "got dtype 'float12'; needs float32, bfloat16 or float16"),
-        (["--dtype", "int8"], "got torch.int8; needs float32, bfloat16 or float16"),
+        (["--dtype", "float12"], "got dtype float12; needs float32, bfloat16 or float16"),
+        (["--dtype", "int8"], "got dtype torch.int8; needs float32, bfloat16 or float16"),
         (["--variant", "fastest"], "got strategy='fastest'"),
         (["--peers", "vllm"], "got peer 'vllm'; needs one of eager, "),
         (["--formats", "int3"], "got format 'int3'; needs one of float32, "),

@@ -112,5 +112,5 @@ def test_a_gpu_is_described_and_its_rates_are_shown(monkeypatch: pytest.MonkeyPa
     assert found["gpus"] == [gpu]
     assert found["gpu_rates"] == [{"copy": 4e12, "bf16-mm": 7e14}]
     text = run("--measure").stdout
-    for line in ("cuda:0", "9.0, 132", "80.0 GiB, 50 MiB", "4,000 GB/s", "700 TFLOP/s"):
+    for line in ("cuda:0", "9.0", "132", "80.0 GiB", "50.0 MiB", "4,000 GB/s", "700 TFLOP/s"):
         assert line in text

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moestro.cli import app
-from moestro.cli.quality import _bar
+from moestro.cli.progress import bar
 from moestro.quality.report import COLUMNS
 
 TEXT = "def f(n):\n    return n\n" * 8
@@ -150,13 +150,13 @@ def test_a_page_that_cannot_be_written_costs_no_result(
 def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "100")):
         monkeypatch.setenv(name, value)
-    with _bar(shown=True) as on_window:
+    with bar("loading") as on_window:
         on_window("mxfp4 nearest", 3, 9)
     shown = capsys.readouterr()
     assert "mxfp4 nearest" in shown.err
     assert "3/9" in shown.err
     assert "left" in shown.err
     assert shown.out == ""
-    with _bar(shown=False) as on_window:
+    with bar("loading", shown=False) as on_window:
         on_window("x", 1, 2)
     assert capsys.readouterr().err == ""

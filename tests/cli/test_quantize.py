@@ -24,7 +24,8 @@ import moestro.hf
 from moestro.checkpoint import open_checkpoint, quantize
 from moestro.checkpoint.quantize import Job, Progress, Report, quantize_checkpoint
 from moestro.cli import app
-from moestro.cli.quantize import _bar, _bytes, _overrides
+from moestro.cli.progress import bar
+from moestro.cli.quantize import _bytes, _overrides
 from moestro.formats import dequantize, find_format
 from moestro.formats import quantize as quantize_weight
 
@@ -175,16 +176,16 @@ def test_the_bar_starts_where_an_earlier_run_stopped(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with _bar(shown=True) as on_progress:
-        assert on_progress is not None
-        on_progress(Progress(5_000_000, 8_000_000, "", 1, 3))
-        on_progress(Progress(6_000_000, 8_000_000, "x", 2, 3))
+    with bar("", in_bytes=True) as update:
+        update("file 1 of 3", 5_000_000, 8_000_000)
+        update("file 2 of 3", 6_000_000, 8_000_000)
     shown = capsys.readouterr()
     assert "file 2 of 3" in shown.err
     assert "6.0/8.0 MB" in shown.err
     assert shown.out == ""
-    with _bar(shown=False) as on_progress:
-        assert on_progress is None
+    with bar("", shown=False) as update:
+        update("file 1 of 3", 5_000_000, 8_000_000)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_last_override_decides() -> None:

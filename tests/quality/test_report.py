@@ -14,26 +14,26 @@ from moestro import machine
 from moestro.errors import InvalidInputError
 from moestro.formats import FORMATS
 from moestro.quality.plot import quality_plot
-from moestro.quality.report import COLUMNS, Model, QualityReport, Row, Stored, Text, cells, markdown, table
-from moestro.quality.score import Change, LayerChange, Likelihood
+from moestro.quality.report import COLUMNS, Layer, Model, QualityReport, Row, Text, cells, markdown, table
 from source import ROOT
 
-NATS = 693.1471805599453  # 1000 bits
+LAYERS = (Layer("a.experts", 0.0625, 0.01), Layer("b.experts", 0.1875, 0.03))
 
 
-def change(factor: float, divergence: float) -> Change:
-    layers = (LayerChange("a.experts", 0.0625, 0.01), LayerChange("b.experts", 0.1875, 0.03))
-    return Change(
-        Likelihood(200, 800, NATS * factor), Likelihood(200, 800, NATS), divergence, 4 * divergence, 0.955, layers
-    )
+def row(format: str, search: str | None, change: float, divergence: float) -> Row:
+    bits = 16.0 if format == "bfloat16" else 4.25
+    return Row(
+        format, search, "ok", None, "float32", "float", bits, int(100 * bits), 1.25 * (1 + change), 5.0, change,
+        32.0 ** (1 + change), divergence, 4 * divergence, 0.955, 0.125, 0.02, LAYERS, 1.5,
+    )  # fmt: skip
 
 
 @pytest.fixture
 def report() -> QualityReport:
     rows = [
-        Row("bfloat16", None, "ok", None, Stored("bfloat16", None, "float32", 16.0, 1600), change(1.0, 0.0), 1.0),
-        Row("mxfp4", "nearest", "ok", None, Stored("mxfp4", "nearest", "float32", 4.25, 425), change(1.01, 2e-3), 1.5),
-        Row("mxfp4", "mse", "ok", None, Stored("mxfp4", "mse", "float32", 4.25, 425), change(1.005, 1e-3), 1.5),
+        row("bfloat16", None, 0.0, 0.0),
+        row("mxfp4", "nearest", 0.01, 2e-3),
+        row("mxfp4", "mse", 0.005, 1e-3),
         Row("int4-g128", "nearest", "skipped", "got a; needs b"),
         Row("int4-g128", "mse", "skipped", "got a; needs b"),
         Row("fp4-g128", "mse", "skipped", "got a; needs b"),
@@ -45,7 +45,7 @@ def report() -> QualityReport:
         versions={"torch": "2.13.0"},
         model=Model("bundled", "Qwen3MoeForCausalLM", 2, 256, 64, 16),
         text=Text("held-out standard library", 1, 200, 800, 1024, "00"),
-        baseline=Stored("bfloat16", None, "float32", 16.0, 1600),
+        baseline=Row("bfloat16", None, "ok", None, "float32", "float", 16.0, 1600, 1.25, 5.0, None, 32.0),
         rows=rows,
     )
 
@@ -65,6 +65,7 @@ def test_json(report: QualityReport) -> None:
     assert found["baseline"]["bits_per_byte"] == pytest.approx(1.25)
     assert [row["status"] for row in found["rows"]] == ["ok"] * 3 + ["skipped"] * 3
     row = found["rows"][1]
+    assert found["baseline"]["kl_mean"] is None
     assert (row["bits_per_weight"], row["kl_mean"], row["kl_p99"], row["top1_agreement"]) == (4.25, 2e-3, 8e-3, 0.955)
     assert (row["expert_error"], row["routing_changed"]) == (0.125, pytest.approx(0.02))
     assert row["layers"] == [

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from moestro.errors import InvalidInputError
 from moestro.quality import score as quality
-from moestro.quality.score import Likelihood, Tally, changed_choices, nearest_rank, score, windows
+from moestro.quality.report import Row
+from moestro.quality.score import Tally, changed_choices, likelihood, nearest_rank, score, windows
 from tolerances import assert_close
 
 INF, NAN = float("inf"), float("nan")
@@ -20,25 +21,22 @@ INF, NAN = float("inf"), float("nan")
 @given(st.integers(0, 70), st.integers(1, 20))
 def test_windows_score_every_token_but_the_first_once(num_tokens: int, context: int) -> None:
     scored = []
-    for window in windows(num_tokens, context):
-        assert 0 <= window.start < window.stop <= num_tokens - 1
-        assert window.stop - window.start <= context
-        predicted = list(range(window.start + window.skip + 1, window.stop + 1))
-        assert window.num_scored == len(predicted) > 0
-        assert window.start == 0 or predicted[0] - window.start >= context // 2
-        scored += predicted
+    for read, predicted in windows(torch.arange(num_tokens), context):
+        assert 0 < read.numel() <= context
+        assert 0 < predicted.numel() <= read.numel()
+        assert read.tolist() == list(range(int(read[0]), int(predicted[-1])))  # up to the token before the last
+        assert read[0] == 0 or predicted[0] - read[0] >= context // 2
+        scored += predicted.tolist()
     assert scored == list(range(1, num_tokens))
 
 
 def test_windows_by_hand() -> None:
-    assert [(w.start, w.stop, w.skip) for w in windows(12, 4)] == [
-        (0, 4, 0),
-        (2, 6, 2),
-        (4, 8, 2),
-        (6, 10, 2),
-        (8, 11, 2),
+    assert [(read.tolist(), predicted.tolist()) for read, predicted in windows(torch.arange(8), 4)] == [
+        ([0, 1, 2, 3], [1, 2, 3, 4]),
+        ([2, 3, 4, 5], [5, 6]),
+        ([4, 5, 6], [7]),
     ]
-    assert [(w.start, w.stop, w.skip) for w in windows(5, 4)] == [(0, 4, 0)]
+    assert [read.tolist() for read, _ in windows(torch.arange(5), 4)] == [[0, 1, 2, 3]]
 
 
 def test_scores_by_hand() -> None:
@@ -124,33 +122,48 @@ def test_nearest_rank() -> None:
 
 
 def test_likelihood_by_hand() -> None:
-    found = Likelihood(num_tokens=4, num_bytes=10, nats=20 * math.log(2))
-    assert found.bits_per_byte == pytest.approx(2.0)
-    assert found.bits_per_token == pytest.approx(5.0)
-    assert found.perplexity == pytest.approx(32.0)
-    assert math.isfinite(Likelihood(1, 1, 1e6).perplexity)
+    found = likelihood(torch.full((4,), 5 * math.log(2), dtype=torch.float64), num_bytes=10)
+    assert found == pytest.approx({"bits_per_byte": 2.0, "bits_per_token": 5.0, "perplexity": 32.0})
+    assert math.isfinite(likelihood(torch.tensor([1e6]), 1)["perplexity"])
 
 
 def test_a_tally_of_two_windows_by_hand() -> None:
     tally = Tally(("first", "second", "idle"))
     sure, even = torch.tensor([[0.0, -INF]]), torch.zeros(1, 2)
-    tally.add_scores(score(even, sure, torch.tensor([0])))
-    tally.add_scores(score(sure, sure, torch.tensor([0])))
-    tally.add_outputs(0, torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 0.0]]))
-    tally.add_outputs(0, torch.tensor([[1.0, 6.0]]), torch.tensor([[1.0, 10.0]]))
-    tally.add_outputs(1, torch.zeros(1, 2), torch.zeros(1, 2))
-    tally.add_outputs(2, torch.ones(1, 2), torch.zeros(1, 2))
-    tally.add_routing(0, torch.tensor([[0, 1]]), torch.tensor([[1, 2]]))
-    tally.add_routing(0, torch.tensor([[0, 1]]), torch.tensor([[1, 0]]))
-    found = tally.change(num_bytes=4)
-    assert found.likelihood.nats == pytest.approx(math.log(2))
-    assert (found.baseline.nats, found.baseline.num_tokens, found.baseline.num_bytes) == (0.0, 2, 4)
-    assert found.divergence == pytest.approx(math.log(2) / 2)
-    assert found.divergence_p99 == pytest.approx(math.log(2))
-    assert found.agreement == 1.0
+    tally.scores += [score(even, sure, torch.tensor([0])), score(sure, sure, torch.tensor([0]))]
+    none = torch.tensor([[-1]]), torch.tensor([[-1]])
+    tally.add_layer(
+        0,
+        (torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 0.0]])),
+        (torch.tensor([[0, 1]]), torch.tensor([[1, 2]])),
+    )
+    tally.add_layer(
+        0,
+        (torch.tensor([[1.0, 6.0]]), torch.tensor([[1.0, 10.0]])),
+        (torch.tensor([[0, 1]]), torch.tensor([[1, 0]])),
+    )
+    tally.add_layer(1, (torch.zeros(1, 2), torch.zeros(1, 2)), none)
+    tally.add_layer(2, (torch.ones(1, 2), torch.zeros(1, 2)), none)
+    own, found = tally.rows(Row("bfloat16"), Row("mxfp4", "mse"), num_bytes=4)
+    assert (found.format, found.search, found.status) == ("mxfp4", "mse", "ok")
+    assert (found.bits_per_byte, found.bits_per_token) == (pytest.approx(1 / 4), pytest.approx(1 / 2))
+    assert (own.format, own.bits_per_byte, own.kl_mean) == ("bfloat16", 0.0, None)
+    assert found.change == 0.0  # of nothing
+    assert found.kl_mean == pytest.approx(math.log(2) / 2)
+    assert found.kl_p99 == pytest.approx(math.log(2))
+    assert found.top1_agreement == 1.0
     assert [layer.path for layer in found.layers] == ["first", "second", "idle"]
     assert found.layers[0].error == pytest.approx(math.sqrt(25 / 101))
     assert [layer.error for layer in found.layers[1:]] == [0.0, INF]
     assert [layer.changed for layer in found.layers] == [0.25, 0.0, 0.0]
-    assert found.changed_routing == pytest.approx(0.25 / 3)
+    assert found.routing_changed == pytest.approx(0.25 / 3)
     assert found.expert_error == INF
+
+
+def test_the_change_of_bits_is_of_the_baselines() -> None:
+    tally = Tally(())
+    baseline, even = torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2)
+    tally.scores.append(score(even, baseline, torch.tensor([0])))
+    own, found = tally.rows(Row("float32"), Row("mxfp4"), num_bytes=1)
+    assert found.change == pytest.approx(found.bits_per_byte / own.bits_per_byte - 1)
+    assert found.change == pytest.approx(math.log(2) / math.log(4 / 3) - 1)

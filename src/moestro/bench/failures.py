@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import subprocess
-from typing import Any
 
 import torch
-from torch import Tensor
-
-from moestro.bench.peers.variant import Call
-from moestro.bench.timing import Timer
-from moestro.errors import UnsupportedError
 
 
 @functools.cache
@@ -22,40 +16,16 @@ def failures() -> tuple[type[Exception], ...]:
     Among them are Triton's own errors, of kernels that do not compile or fit, where Triton is installed.
     """
     broken = (RuntimeError, LookupError, AssertionError, OSError, ArithmeticError, subprocess.SubprocessError)
-    known = (*broken, ImportError, AttributeError, ValueError, TypeError, UnsupportedError)
-    try:
-        errors: Any = importlib.import_module("triton.errors")
-    except ImportError:
+    known = (*broken, ImportError, AttributeError, ValueError, TypeError)
+    if importlib.util.find_spec("triton") is None:
         return known
-    return (*known, errors.TritonError)
-
-
-class FailureNoted:
-    """A call, noting in `failed` under `name` what it raised: its times are then worth nothing."""
-
-    def __init__(self, call: Call, name: str, failed: dict[str, str]) -> None:
-        self._call, self._name, self._failed = call, name, failed
-
-    def __call__(self) -> Tensor:
-        return self._call()
-
-    def seconds_by(self, clock: Timer) -> float:
-        """Seconds of the call by a clock, 0 where it or one of its name raised."""
-        if self._name in self._failed:
-            return 0.0
-        try:
-            return clock(self._call)
-        except failures() as error:
-            self._failed[self._name] = sentence(error)
-            return 0.0
+    return (*known, importlib.import_module("triton.errors").TritonError)
 
 
 class DeviceLostError(Exception):
     """The device computes nothing for this process any more, as after an access to memory that is not there.
 
-    Args:
-        variant: what ran when that was noticed, or None where that is not known.
-        reason: what it raised.
+    `variant` is what ran when that was noticed, or None where that is not known, and `reason` what it raised.
     """
 
     def __init__(self, variant: str | None, reason: str) -> None:
@@ -64,11 +34,7 @@ class DeviceLostError(Exception):
 
 
 def check_device(device: torch.device, variant: str | None, reason: str) -> None:
-    """After a variant failed.
-
-    Raises:
-        DeviceLostError: the device did not survive it.
-    """
+    """After a variant failed: a `DeviceLostError` if the device did not survive it."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

@@ -12,6 +12,8 @@ from moestro.reference import one_expert
 from moestro.types import EMPTY, GPT_OSS_SWIGLU, SWIGLU, Activation, Routing, WeightOn
 from moestro.weights import ExpertWeights
 
+DENSE = "dense"
+"""The name of a layer's own numbers, in its own dtype."""
 RESERVE_BYTES = 2 << 30
 """Memory left to the reference and to everything else when deciding how many experts fit."""
 
@@ -22,16 +24,13 @@ class LayerSpec:
 
     Attributes:
         name: what `--layer` takes.
-        published: the checkpoint whose config the sizes are from.
         family: the module of Transformers that computes it.
-        hidden_size, intermediate_size, num_experts, top_k: H, I, E, K.
         activation, bias, weight_on: as in `moestro.Activation`, `moestro.ExpertWeights` and `moestro.Routing`.
         transposed: whether Transformers stores [E, H, 2 * I] and [E, I, H].
         narrow_weights: whether the model's router hands over routing weights in the layer's dtype, not in float32.
     """
 
     name: str
-    published: str
     family: str
     hidden_size: int
     intermediate_size: int
@@ -52,44 +51,24 @@ class LayerSpec:
 LAYERS = {
     spec.name: spec
     for spec in (
-        LayerSpec("olmoe", "allenai/OLMoE-1B-7B-0924", "olmoe", 2048, 1024, 64, 8),
-        LayerSpec("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", 2048, 768, 128, 8),
-        LayerSpec("mixtral", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 4096, 14336, 8, 2, narrow_weights=False),
-        LayerSpec("mixtral-half", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 2048, 7168, 8, 2, narrow_weights=False),
-        LayerSpec(
-            "gpt-oss-20b",
-            "openai/gpt-oss-20b",
-            "gpt_oss",
-            2880,
-            2880,
-            32,
-            4,
-            GPT_OSS_SWIGLU,
-            bias=True,
-            transposed=True,
-        ),
-        LayerSpec("deepseek-v3", "deepseek-ai/DeepSeek-V3", "deepseek_v3", 7168, 2048, 256, 8, narrow_weights=False),
-        LayerSpec(
-            "llama4-scout",
-            "meta-llama/Llama-4-Scout-17B-16E",
-            "llama4",
-            5120,
-            8192,
-            16,
-            1,
-            transposed=True,
-            weight_on="input",
-        ),
+        LayerSpec("olmoe", "olmoe", 2048, 1024, 64, 8),
+        LayerSpec("qwen3-30b-a3b", "qwen3_moe", 2048, 768, 128, 8),
+        LayerSpec("mixtral", "mixtral", 4096, 14336, 8, 2, narrow_weights=False),
+        LayerSpec("mixtral-half", "mixtral", 2048, 7168, 8, 2, narrow_weights=False),
+        LayerSpec("gpt-oss-20b", "gpt_oss", 2880, 2880, 32, 4, GPT_OSS_SWIGLU, bias=True, transposed=True),
+        LayerSpec("deepseek-v3", "deepseek_v3", 7168, 2048, 256, 8, narrow_weights=False),
+        LayerSpec("llama4-scout", "llama4", 5120, 8192, 16, 1, transposed=True, weight_on="input"),
     )
 }
 
 
-def named(name: str) -> LayerSpec:
-    """The layer of this name.
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
-    Raises:
-        InvalidInputError: there is none.
-    """
+
+def named(name: str) -> LayerSpec:
+    """The layer of this name, or an InvalidInputError."""
     if name not in LAYERS:
         raise invalid_input(
             "bench layer", got=f"layer {name!r}", needs=f"one of {', '.join(LAYERS)}", fix="Or 'all' for every one."
@@ -116,9 +95,9 @@ class Layer:
     stored: StoredExperts
     quantized: dict[str, ExpertWeights] = field(default_factory=dict)
 
-    def in_format(self, format: str | None) -> ExpertWeights:
-        """The weights quantised to a format, once; None is for the layer's own."""
-        if format is None:
+    def in_format(self, format: str) -> ExpertWeights:
+        """The weights quantised to a format, once; "dense" is for the layer's own."""
+        if format == DENSE:
             return self.weights
         if format not in self.quantized:
             self.quantized[format] = self.weights.quantize(format)
@@ -141,10 +120,9 @@ class Layer:
         """What a reader has to know to compare this layer with the published one."""
         spec, notes = self.spec, []
         if self.num_experts < spec.num_experts:
-            notes.append(
-                f"{self.num_experts} of {spec.num_experts} experts: all of them need "
-                f"{_stored_bytes(spec, self.dtype, spec.num_experts) / 1e9:.1f} GB in {_name(self.dtype)}"
-            )
+            size = _stored_bytes(spec, self.dtype, spec.num_experts) / 1e9
+            count = f"{self.num_experts} of {spec.num_experts} experts"
+            notes.append(f"{count}: all of them need {size:.1f} GB in {dtype_name(self.dtype)}")
         if spec.transposed:
             notes.append(
                 "Transformers computes on its transposed tensors, moestro on a K-contiguous copy as accelerate() makes"
@@ -166,7 +144,7 @@ def experts_that_fit(spec: LayerSpec, dtype: torch.dtype, free_bytes: int, num_t
     if count < spec.top_k:
         raise unsupported(
             "bench layer",
-            got=f"{spec.name} in {_name(dtype)} with {free_bytes / 1e9:.1f} GB of free memory",
+            got=f"{spec.name} in {dtype_name(dtype)} with {free_bytes / 1e9:.1f} GB of free memory",
             needs=f"{(each * spec.top_k + reserve) / 1e9:.1f} GB for the {spec.top_k} experts of one token",
             fix="Use a smaller layer or a 16-bit dtype, or free memory.",
         )
@@ -190,7 +168,7 @@ def make_layer(spec: LayerSpec, dtype: torch.dtype, num_experts: int, device: to
         down_bias = _windows((num_experts, h), 0.1, dtype, generator)
     weights = ExpertWeights.from_dense(gate_up, down, gate_up_bias, down_bias, spec.activation)
     if spec.transposed:
-        gate_up, down = (_transposed(t) for t in (gate_up, down))
+        gate_up, down = (t.transpose(1, 2).contiguous() for t in (gate_up, down))
     return Layer(spec, weights, StoredExperts(gate_up, down, gate_up_bias, down_bias))
 
 
@@ -223,32 +201,22 @@ def active_experts(expert_ids: Tensor) -> int:
     return len(_distinct(expert_ids))
 
 
-def active_bytes(layer: Layer, routing: Routing) -> int:
-    """Bytes of the weights of the distinct experts a routing touches."""
-    return active_experts(routing.expert_ids) * layer.weights.bytes_per_expert
-
-
 def flops(spec: LayerSpec, routing: Routing) -> int:
     """6 * H * I for every (token, expert) pair: three matmuls of H * I multiply-adds. Nothing else is counted."""
     pairs = int((routing.expert_ids >= 0).sum())
     return 6 * spec.hidden_size * spec.intermediate_size * pairs
 
 
-def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str | None = None) -> Tensor:
-    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once.
-
-    `format` is that of the weights, None for the layer's own.
-    """
+def expected_output(layer: Layer, x: Tensor, routing: Routing, format: str = DENSE) -> Tensor:
+    """The layer's output [T, H] in float32: the shipped reference's expert, each expert widened once."""
     weights = layer.in_format(format)
     y = torch.zeros(x.shape, device=x.device)
     wide = x.float()
     for e in _distinct(routing.expert_ids):
         tokens, slots = (routing.expert_ids == e).nonzero(as_tuple=True)
         w = routing.routing_weights[tokens, slots, None]
-        if routing.weight_on == "input":
-            rows = one_expert(wide[tokens] * w, weights, e)
-        else:
-            rows = one_expert(wide[tokens], weights, e) * w
+        before, after = (w, 1.0) if routing.weight_on == "input" else (1.0, w)
+        rows = one_expert(wide[tokens] * before, weights, e) * after
         y.index_add_(0, tokens, rows)
     return y
 
@@ -264,19 +232,8 @@ def _stored_bytes(spec: LayerSpec, dtype: torch.dtype, num_experts: int) -> int:
 def _windows(shape: tuple[int, ...], scale: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """A random [E, ...] tensor at the price of one random expert: expert e starts 97 * e numbers into the sequence."""
     each = torch.Size(shape[1:]).numel()
-    device = generator.device
-    sequence = torch.randn(each + 97 * shape[0], generator=generator, device=device).mul_(scale).to(dtype)
-    out = torch.empty(shape, dtype=dtype, device=device)
-    for e in range(shape[0]):
-        out[e] = sequence[97 * e : 97 * e + each].view(shape[1:])
-    return out
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    out = torch.empty(weight.shape[0], weight.shape[2], weight.shape[1], dtype=weight.dtype, device=weight.device)
-    for e in range(weight.shape[0]):
-        out[e] = weight[e].T
-    return out
+    sequence = torch.randn(each + 97 * shape[0], generator=generator, device=generator.device).mul_(scale).to(dtype)
+    return sequence.unfold(0, each, 97)[: shape[0]].clone(memory_format=torch.contiguous_format).view(shape)
 
 
 def _routing_weights(layer: Layer, expert_ids: Tensor, generator: torch.Generator) -> Tensor:
@@ -284,7 +241,3 @@ def _routing_weights(layer: Layer, expert_ids: Tensor, generator: torch.Generato
     logits = torch.randn(expert_ids.shape, generator=generator, device=expert_ids.device)
     weights = logits.softmax(-1) if layer.spec.top_k > 1 else logits.sigmoid()
     return weights.to(layer.dtype).float()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

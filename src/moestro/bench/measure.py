@@ -8,20 +8,22 @@ import gc
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
+from itertools import groupby
 from typing import Any
 
 import torch
 
+import moestro
 from moestro import machine
 from moestro.bench.failures import DeviceLostError, check_device, failures, sentence
-from moestro.bench.layers import Layer, LayerSpec, experts_that_fit, make_layer
+from moestro.bench.layers import Layer, dtype_name, experts_that_fit, make_layer
 from moestro.bench.peaks import settle
 from moestro.bench.peers import outside
 from moestro.bench.peers.variant import Bind, Variant
-from moestro.bench.point import Limits, Point, no_room, run_point
-from moestro.bench.records import BUDGET_SPENT, Plan, PlanPoint, Report, Row, dtype_name
+from moestro.bench.point import Point, no_room, run_point
+from moestro.bench.records import BUDGET_SPENT, Plan, PlanPoint, Report
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 
@@ -40,53 +42,38 @@ def run(plan: Plan, on_point: Say = lambda text: None) -> Report:
             others are named in the notes.
     """
     report, plan = start(plan)
-    refusal: UnsupportedError | None = None
     try:
-        refusals = extend(report, plan, Budget(plan.budget, num_points(plan)), on_point)
-        refusal = refusals[-1] if refusals else None
+        refusals = extend(report, plan, Budget(plan.budget, len(plan.points())), on_point)
+        if refusals and not report.rows:
+            refusal = refusals[-1]
+            raise refusal
     except DeviceLostError as lost:
         by = f" by {lost.variant}" if lost.variant else ""
-        report.rows += _unreached(report, plan, f"the device was lost{by}: {lost.reason}")
-    if refusal is not None and not report.rows:
-        raise refusal
+        reached = {row.point for row in report.rows}
+        missed = [place.skipped(f"the device was lost{by}: {lost.reason}") for place in plan.points()]
+        report.rows += [row for rows in missed for row in rows if row.point not in reached]
     if torch.device(plan.device).type == "cpu":
         settle(report)
     return report
 
 
-def _unreached(report: Report, plan: Plan, reason: str) -> list[Row]:
-    """Rows for every point of the plan that has none."""
-    reached = {(row.layer, row.dtype, row.bits, row.num_tokens) for row in report.rows}
-    rows = [
-        row
-        for spec in plan.layers
-        for dtype in plan.dtypes
-        for group in groups(plan, dtype)
-        for place in _plan_points(group, spec, dtype)
-        for row in place.skipped(reason)
-    ]
-    return [row for row in rows if (row.layer, row.dtype, row.bits, row.num_tokens) not in reached]
-
-
 def start(plan: Plan) -> tuple[Report, Plan]:
     """A report without rows, with the roof as measured now; and the plan without the peers that are not here."""
-    on_cpu = torch.device(plan.device).type == "cpu"
+    kind = torch.device(plan.device).type
     report = Report(
-        command=" ".join(["moestro", *sys.argv[1:]]),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine={**machine.describe(), "device": plan.device, **_gpu(plan.device)},
-        versions=versions(),
+        **about(plan.device),
         roofs={dtype_name(dtype): machine.measure(dtype, plan.device) for dtype in plan.dtypes},
-        peaks=machine.peaks() if on_cpu else machine.matrix_rates(plan.device),
+        peaks=machine.peaks() if kind == "cpu" else machine.matrix_rates(plan.device),
     )
+    if kind == "cuda":
+        report.machine |= {"gpu": machine.describe_gpu(plan.device), "bandwidths": machine.bandwidths(plan.device)}
     plan, notes = only_those_here(plan)
     if notes:
         report.notes["run"] = notes
-    if on_cpu:
-        settle(report)
     return report, plan
 
 
+@torch.inference_mode()
 def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[UnsupportedError]:
     """Add a row for every variant at every point of the plan, in its order.
 
@@ -97,113 +84,78 @@ def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[Un
         DeviceLostError: a variant broke the device. The point has no rows then, those before it have.
     """
     refusals = []
-    with torch.inference_mode():
-        for spec in plan.layers:
-            for dtype in plan.dtypes:
-                parts = groups(plan, dtype)
-                try:
-                    _run_layer(_Stage(report, plan.device, budget, on_point), spec, dtype, parts)
-                except UnsupportedError as error:
-                    budget.drop(len(parts) * len(plan.tokens))
-                    refusals.append(error)
-                    notes = report.notes.setdefault("run", [])
-                    notes += [] if str(error) in notes else [str(error)]
+    for _, found in groupby(plan.points(), key=lambda place: (place.spec, place.dtype)):
+        points, layer, reason = list(found), None, BUDGET_SPENT
+        try:
+            if not budget.is_spent:
+                layer = _made(points, plan.device)
+        except UnsupportedError as error:
+            reason = ""
+            refusals.append(error)
+            notes = report.notes.setdefault("run", [])
+            notes += [] if str(error) in notes else [str(error)]
+        except failures() as error:
+            reason = sentence(error)
+        if layer is None:
+            budget.drop(len(points))
+            report.rows += [row for place in points if reason for row in place.skipped(reason)]
+            continue
+        if layer.notes:
+            report.notes[f"{layer.spec.name} {dtype_name(layer.dtype)}"] = layer.notes
+        for _, group in groupby(points, key=lambda place: place.ours):
+            _run_group(report, plan, replace(layer, quantized={}), list(group), budget, on_point)
     return refusals
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What the points of a run have in common."""
-
-    report: Report
-    device: str
-    budget: Budget
-    on_point: Say
-
-
-def _run_layer(stage: _Stage, spec: LayerSpec, dtype: torch.dtype, parts: list[Plan]) -> None:
-    """Add rows of one layer in memory; where it cannot be made, or the budget is spent before, rows that say so.
-
-    Raises:
-        DeviceLostError: as for `extend`.
-        UnsupportedError: memory does not hold top_k experts of it.
-    """
-    reason = BUDGET_SPENT
-    if not stage.budget.is_spent:
-        try:
-            release(stage.device)
-            free = machine.available_bytes(stage.device)
-            num_experts = experts_that_fit(spec, dtype, free, max(parts[0].tokens))
-            layer = make_layer(spec, dtype, num_experts, stage.device)
-        except UnsupportedError:
-            raise
-        except failures() as error:
-            reason = sentence(error)
-        else:
-            if layer.notes:
-                stage.report.notes[f"{spec.name} {dtype_name(dtype)}"] = layer.notes
-            for group in parts:
-                _run_group(stage, replace(layer, quantized={}), group)
-            return
-    stage.budget.drop(len(parts) * len(parts[0].tokens))
-    places = [place for group in parts for place in _plan_points(group, spec, dtype)]
-    stage.report.rows += [row for place in places for row in place.skipped(reason)]
+def _made(points: list[PlanPoint], device: str) -> Layer:
+    """The layer of these points in memory, with as many experts as fit."""
+    spec, dtype = points[0].spec, points[0].dtype
+    release(device)
+    most_tokens = max(place.num_tokens for place in points)
+    num_experts = experts_that_fit(spec, dtype, machine.available_bytes(device), most_tokens)
+    return make_layer(spec, dtype, num_experts, device)
 
 
-def _plan_points(group: Plan, spec: LayerSpec, dtype: torch.dtype) -> list[PlanPoint]:
-    return [PlanPoint(spec, dtype, num_tokens, group.ours, group.peers) for num_tokens in group.tokens]
-
-
-def _run_group(stage: _Stage, layer: Layer, group: Plan) -> None:
+def _run_group(
+    report: Report, plan: Plan, layer: Layer, points: list[PlanPoint], budget: Budget, on_point: Say
+) -> None:
     """Add rows of the variants whose weights have equally many bits; a point that breaks says what broke it."""
-    release(stage.device)
-    limits = Limits(stage.report.roofs[dtype_name(layer.dtype)], stage.report.peaks)
-    bound, refused = _prepared(layer, (*group.ours, *group.peers))
-    formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in group.ours))
-    for place in _plan_points(group, layer.spec, layer.dtype):
+    release(layer.device)
+    prepared = _prepared(layer, points[0].variants)
+    formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in points[0].ours))
+    for place in points:
         what = [layer.spec.name, dtype_name(layer.dtype), formats, f"T={place.num_tokens}"]
-        stage.on_point(" ".join(dict.fromkeys(what)))
-        share = stage.budget.share(len(place.variants), group.seconds)
+        on_point(" ".join(dict.fromkeys(what)))
+        share = budget.share(len(place.variants), plan.seconds)
         if share is None:
-            stage.report.rows += place.skipped(BUDGET_SPENT)
+            report.rows += place.skipped(BUDGET_SPENT)
             continue
         try:
-            stage.report.rows += run_point(Point(layer, place, limits), bound, refused, share)
+            report.rows += run_point(Point(layer, place, report), prepared, share)
         except failures() as error:
             check_device(layer.device, None, sentence(error))
-            stage.report.rows += place.skipped(sentence(error))
+            report.rows += place.skipped(sentence(error))
 
 
-def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> tuple[dict[str, Bind], dict[str, str]]:
-    """Variants by name that can be called, and why the others cannot."""
-    bound: dict[str, Bind] = {}
-    refused: dict[str, str] = {}
+def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> dict[str, Bind | str]:
+    """What calls each variant, by its name, or the sentence why nothing can."""
+    found: dict[str, Bind | str] = {}
     for variant in variants:
         try:
             reason = variant.refuses(layer.spec, layer.dtype) or no_room(variant, layer)
-            if reason is None:
-                bound[variant.name] = variant.prepare(layer)
+            found[variant.name] = reason or variant.prepare(layer)
         except failures() as error:
-            reason = sentence(error)
-            check_device(layer.device, variant.name, reason)
-        if reason is not None:
-            refused[variant.name] = reason
-    return bound, refused
+            found[variant.name] = sentence(error)
+            check_device(layer.device, variant.name, sentence(error))
+    return found
 
 
-def release(device: str) -> None:
+def release(device: torch.device | str) -> None:
     """Give back what nobody holds any more: what the last layer or group used must not count against the next."""
     gc.collect()
     if torch.device(device).type == "cuda":
         with contextlib.suppress(*failures()):  # a device that broke says so to the next one who asks
             torch.cuda.empty_cache()
-
-
-def _gpu(device: str) -> dict[str, Any]:
-    """What a report says of a CUDA device."""
-    if torch.device(device).type != "cuda":
-        return {}
-    return {"gpu": machine.describe_gpu(device), "bandwidths": machine.bandwidths(device)}
 
 
 def only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
@@ -221,34 +173,17 @@ def only_those_here(plan: Plan) -> tuple[Plan, list[str]]:
     return replace(plan, peers=tuple(here)), [f"{', '.join(names)} skipped: {why}" for why, names in reasons.items()]
 
 
-def groups(plan: Plan, dtype: torch.dtype) -> list[Plan]:
-    """The plan cut into parts whose weights have equally many bits, in the order of moestro's variants."""
-
-    def of(bits: int, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
-        return tuple(variant for variant in variants if variant.numbers.bits_in(dtype) == bits)
-
-    return [replace(plan, ours=of(bits, plan.ours), peers=of(bits, plan.peers)) for bits in bits_of(plan, dtype)]
-
-
-def bits_of(plan: Plan, dtype: torch.dtype) -> list[int]:
-    """Bits of a weight that moestro's variants have, in their order."""
-    return list(dict.fromkeys(variant.numbers.bits_in(dtype) for variant in plan.ours))
-
-
-def num_points(plan: Plan) -> int:
-    """How often `run` calls back where memory holds every layer."""
-    return len(plan.layers) * len(plan.tokens) * sum(len(bits_of(plan, dtype)) for dtype in plan.dtypes)
+def about(device: str) -> dict[str, Any]:
+    """What every report says of its run: `command`, `date`, `machine` and `versions`."""
+    return {
+        "command": " ".join(["moestro", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {**machine.describe(), "device": device},
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, moestro, torch, transformers, and the peers from outside.
-
-    moestro may run from its source tree.
-    """
-    found = {"python": platform.python_version()}
-    for name in ("moestro", "torch", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "source tree" if name == "moestro" else "not installed"
-    return found | outside.versions()
+    """Versions of Python, moestro, torch, transformers, and the peers from outside."""
+    found = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), "moestro": moestro.__version__, **found, **outside.versions()}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moestro import machine
-from moestro.bench.records import Report, Row
+from moestro.bench.records import Report
 
 ATTEMPTS = 3
-_HALF_AS_WIDE = 2
-"""How many products of 16 bits a vector instruction makes for each that it makes of float32."""
 
 
 def settle(report: Report) -> None:
@@ -23,29 +21,31 @@ def settle(report: Report) -> None:
         again = machine.peaks()
         report.peaks = {name: max(rate, again.get(name, 0.0)) for name, rate in report.peaks.items()}
     for name, (rate, who) in refuted(report).items():
-        found = report.peaks[name]
-        report.peaks = {other: kept for other, kept in report.peaks.items() if other != name}
         report.notes.setdefault("run", []).append(
-            f"the peak {name} is refused: {_giga(found)} from registers, after {ATTEMPTS} more measurements, is below "
-            f"the {_giga(rate)} of {who} in this run; other work may use the processor"
+            f"the peak {name} is refused: {report.peaks[name] / 1e9:,.0f} GFLOP/s from registers, after {ATTEMPTS} "
+            f"more measurements, is below the {rate / 1e9:,.0f} GFLOP/s of {who} in this run; other work may use the "
+            "processor"
         )
-    report.rows = [_against(row, report.peaks) for row in report.rows]
+        report.peaks = {other: kept for other, kept in report.peaks.items() if other != name}
+    for place, row in enumerate(report.rows):
+        if row.peak is not None and row.gigaflops is not None:
+            peak = report.peaks.get(row.peak)
+            share = None if peak is None else row.gigaflops * 1e9 / peak
+            report.rows[place] = replace(row, peak=row.peak if peak else None, peak_share=share)
 
 
 def refuted(report: Report) -> dict[str, tuple[float, str]]:
     """Peaks that cannot be, by name: the rate that is above, and whose it is."""
-    matmuls = [roof.flops_per_second for dtype, roof in report.roofs.items() if dtype == "float32"]
-    rates = [("fma", "float32", rate, "a matmul") for rate in matmuls]
+    rates = (
+        [("fma", "float32", report.roofs["float32"].flops_per_second, "a matmul")] if "float32" in report.roofs else []
+    )
     rates += [
         (row.peak, row.dtype, row.gigaflops * 1e9, f"{row.variant} at T = {row.num_tokens}")
         for row in report.rows
         if row.peak is not None and row.gigaflops is not None
     ]
-    found: dict[str, tuple[float, str]] = {}
-    for peak, dtype, rate, who in rates:
-        if peak in report.peaks and rate > max(_most(peak, dtype, report.peaks), found.get(peak, (0.0,))[0]):
-            found[peak] = rate, who
-    return found
+    above = [rate for rate in rates if rate[0] in report.peaks and rate[2] > _most(*rate[:2], report.peaks)]
+    return {peak: (rate, who) for peak, _, rate, who in sorted(above, key=lambda found: found[2])}
 
 
 def _most(peak: str, dtype: str, peaks: dict[str, float]) -> float:
@@ -53,17 +53,5 @@ def _most(peak: str, dtype: str, peaks: dict[str, float]) -> float:
     if peak == "vnni":
         return max(peaks[peak], peaks.get("amx-int8", 0.0))
     if peak == "fma" and dtype != "float32":
-        return max(_HALF_AS_WIDE * peaks[peak], peaks.get("amx-bf16", 0.0))
+        return max(2 * peaks[peak], peaks.get("amx-bf16", 0.0))  # a vector instruction makes twice as many products
     return peaks[peak]
-
-
-def _against(row: Row, peaks: dict[str, float]) -> Row:
-    if row.peak is None or row.gigaflops is None:
-        return row
-    if row.peak not in peaks:
-        return replace(row, peak=None, peak_share=None)
-    return replace(row, peak_share=row.gigaflops * 1e9 / peaks[row.peak])
-
-
-def _giga(rate: float) -> str:
-    return f"{rate / 1e9:,.0f} GFLOP/s"

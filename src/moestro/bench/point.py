@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from moestro import machine
-from moestro.bench.failures import FailureNoted, check_device, failures, sentence
-from moestro.bench.layers import RESERVE_BYTES, Layer, active_experts, expected_output, flops, inputs
-from moestro.bench.peers.variant import DENSE, Bind, Variant
-from moestro.bench.records import PlanPoint, Row, Status
+from moestro.bench.failures import check_device, failures, sentence
+from moestro.bench.layers import DENSE, RESERVE_BYTES, Layer, active_experts, dtype_name, expected_output, flops, inputs
+from moestro.bench.peers.variant import Bind, Call, Variant
+from moestro.bench.records import PlanPoint, Report, Row, Status
 from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
 from moestro.machine import Roof
 from moestro.tolerances import disagreement, relative_error, too_far
@@ -22,14 +24,6 @@ CALL_LIMIT_SECONDS = 30.0
 """A variant whose single call would take longer at the machine's roof is skipped."""
 
 SMALL_BATCH = 16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What times are held against."""
-
-    roof: Roof
-    peaks: dict[str, float]
 
 
 def timer(layer: Layer) -> Timer:
@@ -56,12 +50,11 @@ def no_room(variant: Variant, layer: Layer) -> str | None:
 class Point:
     """One layer, dtype, number of bits and of tokens: its inputs, and the truth about some of them."""
 
-    def __init__(self, layer: Layer, place: PlanPoint, limits: Limits) -> None:
-        self.layer, self.place, self.num_tokens = layer, place, place.num_tokens
-        self.roof, self.peaks = limits.roof, limits.peaks
-        num_tokens = place.num_tokens
-        few = num_tokens <= SMALL_BATCH
-        self.x, self.routings = inputs(layer, num_tokens, count=16 if few else 4)
+    def __init__(self, layer: Layer, place: PlanPoint, report: Report) -> None:
+        self.layer, self.place = layer, place
+        self.roof, self.peaks = report.roofs[dtype_name(layer.dtype)], report.peaks
+        few = place.num_tokens <= SMALL_BATCH
+        self.x, self.routings = inputs(layer, place.num_tokens, count=16 if few else 4)
         # Few tokens touch few experts, so two inputs are checked; many tokens touch most of them in one.
         self.checked = self.routings[:: max(len(self.routings) - 1, 1)] if few else self.routings[:1]
         self._expected: dict[str, list[Tensor]] = {}
@@ -72,61 +65,55 @@ class Point:
     def expected(self, format: str) -> list[Tensor]:
         """The reference's outputs for the checked inputs, on weights in a format."""
         if format not in self._expected:
-            own = None if format == DENSE else format
-            self._expected[format] = [expected_output(self.layer, self.x, r, own) for r in self.checked]
+            self._expected[format] = [expected_output(self.layer, self.x, r, format) for r in self.checked]
         return self._expected[format]
 
-    def judge(self, variant: Variant, bind: Bind) -> tuple[Status, str | None]:
-        """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`."""
+    def judge(self, variant: Variant, bind: Bind | str) -> tuple[Status, str | None]:
+        """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`.
+
+        `bind` is the sentence why it cannot be called, if it cannot.
+        """
+        if isinstance(bind, str):
+            return "skipped", bind
         reason = too_much(variant, self.layer, self.routings[0], self.roof)
         if reason is not None:
             return "skipped", reason
-        self.expected(variant.numbers.reference)
+        bound = variant.numbers.bound
+        expected = zip(self.checked, self.expected(variant.numbers.reference), self.expected(DENSE), strict=True)
         try:
-            wrong = self._wrong(variant, bind)
+            for routing, own, dense in expected:
+                output = bind(self.x, routing)()
+                wrong = disagreement(output, own, self.layer.dtype) if bound is None else too_far(output, own, bound)
+                if wrong is not None:
+                    return "wrong output", wrong
+                off = relative_error(output, dense)
+                self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
         except failures() as error:
             check_device(self.layer.device, variant.name, sentence(error))
             return "skipped", sentence(error)
-        return ("ok", None) if wrong is None else ("wrong output", wrong)
+        return "ok", None
 
-    def _wrong(self, variant: Variant, bind: Bind) -> str | None:
-        """None, or the sentence how an output of a variant is wrong."""
-        numbers = variant.numbers
-        own = self.expected(numbers.reference)
-        for routing, expected, plain in zip(self.checked, own, self.expected(DENSE), strict=True):
-            output: Tensor = bind(self.x, routing)()
-            if numbers.bound is None:
-                wrong = disagreement(output, expected, self.layer.dtype)
-            else:
-                wrong = too_far(output, expected, numbers.bound)
-            if wrong is not None:
-                return wrong
-            off = relative_error(output, plain)
-            self.errors[variant.name] = max(off, self.errors.get(variant.name, 0.0))
-        return None
-
-    def row(self, variant: Variant, status: Status, reason: str | None) -> Row:
-        """What is known of a variant before its times are."""
-        return replace(
+    def row(self, variant: Variant, status: Status, reason: str | None, times: dict[str, list[float]]) -> Row:
+        """What is known of a variant, with what follows from its times, if it has some, and those of moestro's."""
+        nbytes = self.active * variant.numbers.bytes_per_expert(self.layer)
+        row = replace(
             Row.skipped(self.place, variant, reason),
             status=status,
             num_experts=self.layer.num_experts,
             active_experts=self.active,
-            flop_per_byte=self.flops / self.nbytes(variant),
+            flop_per_byte=self.flops / nbytes,
             error=self.errors.get(variant.name) if status == "ok" else None,
         )
-
-    def nbytes(self, variant: Variant) -> int:
-        """Bytes of the active experts as the variant stores them."""
-        return self.active * variant.numbers.bytes_per_expert(self.layer)
-
-    def timed(self, row: Row, variant: Variant, samples: list[float]) -> Row:
-        """The row with what follows from the times."""
-        seconds, nbytes = median(samples), self.nbytes(variant)
-        peak = peak_of(variant, self.layer.dtype, self.peaks)
+        if variant.name not in times:
+            return row
+        own = times[variant.name]
+        seconds, peak = median(own), peak_of(variant, self.layer.dtype, self.peaks)
+        ratios = {o.name: ratio(own, times[o.name]) for o in self.place.ours if o.name in times}
+        first = ratios.get(self.place.ours[0].name) if variant is not self.place.ours[0] else None
+        low, middle, high = (None, None, None) if first is None else first
         return replace(
             row,
-            samples=len(samples),
+            samples=len(own),
             microseconds=seconds * 1e6,
             gigabytes_per_second=nbytes / seconds / 1e9,
             gigaflops=self.flops / seconds / 1e9,
@@ -134,51 +121,50 @@ class Point:
             bandwidth_share=nbytes / seconds / self.roof.bytes_per_second,
             peak=peak,
             peak_share=None if peak is None else self.flops / seconds / self.peaks[peak],
+            ratio=middle,
+            ratio_low=low,
+            ratio_high=high,
+            ratios={name: found.median for name, found in ratios.items()},
         )
 
 
-def run_point(point: Point, bound: dict[str, Bind], refused: dict[str, str], seconds: float) -> list[Row]:
-    """A row for each variant: those that are `bound` are checked and timed, `seconds` each, the others refused.
+def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> list[Row]:
+    """A row for each variant: those that can be called are checked and timed, `seconds` each.
 
     Raises:
         DeviceLostError: one of them broke the device.
     """
     place = point.place
-    verdicts: dict[str, tuple[Status, str | None]] = {
-        v.name: ("skipped", refused[v.name]) if v.name in refused else point.judge(v, bound[v.name])
-        for v in place.variants
-    }
-    bound = {name: bound[name] for name, (status, _) in verdicts.items() if status == "ok"}
-    times, failed = _timed(point, bound, seconds)
+    verdicts = {v.name: point.judge(v, prepared[v.name]) for v in place.variants}
+    right = {name: bind for name, bind in prepared.items() if verdicts[name][0] == "ok" and not isinstance(bind, str)}
+    times, failed = _timed(point, right, seconds)
     for name, reason in failed.items():
         check_device(point.layer.device, name, reason)
         verdicts[name] = ("skipped", reason)
-    baseline, rows = place.ours[0].name, []
-    for variant in place.variants:
-        row = point.row(variant, *verdicts[variant.name])
-        own = times.get(variant.name)
-        if own is not None:
-            row = point.timed(row, variant, own)
-            row.ratios.update((o.name, ratio(own, times[o.name]).median) for o in place.ours if o.name in times)
-            if baseline in times and variant.name != baseline:
-                against = ratio(own, times[baseline])
-                row = replace(row, ratio=against.median, ratio_low=against.low, ratio_high=against.high)
-        rows.append(row)
-    return rows
+    return [point.row(variant, *verdicts[variant.name], times) for variant in place.variants]
 
 
 def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Times of those that did not fail, and why the others did, the first of them first."""
+    clock = timer(point.layer)
     failed: dict[str, str] = {}
-    calls: dict[str, list[FailureNoted]] = {}
+
+    def timed(name: str, call: Call) -> float:
+        """0 where a call of the name has failed: its times are worth nothing."""
+        try:
+            return 0.0 if name in failed else clock(call)
+        except failures() as error:
+            failed[name] = sentence(error)
+            return 0.0
+
+    calls: dict[str, list[Callable[[], float]]] = {}
     for name, bind in bound.items():
         try:
-            calls[name] = [FailureNoted(bind(point.x, routing), name, failed) for routing in point.routings]
+            calls[name] = [partial(timed, name, bind(point.x, routing)) for routing in point.routings]
         except failures() as error:
             failed[name] = sentence(error)
             check_device(point.layer.device, name, failed[name])
-    clock = timer(point.layer)
-    times = alternate(calls, seconds, lambda call: call.seconds_by(clock))  # type: ignore[attr-defined]
+    times = alternate(calls, seconds, lambda call: call())
     return {name: own for name, own in times.items() if name not in failed}, failed
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from moestro.bench.layers import LayerSpec
+from moestro.bench.layers import LayerSpec, dtype_name
 from moestro.bench.peers.variant import Variant
-from moestro.errors import invalid_input
+from moestro.errors import InvalidInputError, invalid_input
 from moestro.machine import Roof
 
 BUDGET_SPENT = "the run's time budget was spent before this point"
@@ -45,27 +45,42 @@ class Plan:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.layers and self.tokens and self.dtypes and self.ours):
-            raise invalid_input(
-                "bench layer",
-                got=f"{len(self.layers)} layers, {len(self.tokens)} token counts, {len(self.dtypes)} dtypes, "
-                f"{len(self.ours)} variants",
-                needs="at least one of each",
-                fix="Leave an option out for its default.",
-            )
+        counts = {"layers": self.layers, "token counts": self.tokens, "dtypes": self.dtypes, "variants": self.ours}
+        if not all(counts.values()):
+            got = ", ".join(f"{len(found)} {name}" for name, found in counts.items())
+            raise _bad_plan(got, "at least one of each", "Leave an option out for its default.")
         given = {"tokens": min(self.tokens), "seconds per point": self.seconds, "budget": self.budget}
         for name, value in given.items():
             if value is not None and not value > 0:
-                raise invalid_input("bench layer", got=f"{name} {value}", needs="more than 0", fix="Try 1.")
+                raise _bad_plan(f"{name} {value}", "more than 0", "Try 1.")
         for dtype in self.dtypes:
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise invalid_input(
-                    "bench layer", got=f"{dtype}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
-                )
+                raise _bad_plan(f"dtype {dtype}", "float32, bfloat16 or float16", "Pick one of the three.")
         if not _is_here(self.device):
-            raise invalid_input(
-                "bench layer", got=f"device {self.device!r}", needs="a torch device of this machine", fix="Try cpu."
-            )
+            raise _bad_plan(f"device {self.device!r}", "a torch device of this machine", "Try cpu.")
+
+    def by_bits(self, dtype: torch.dtype) -> dict[int, Plan]:
+        """The plan cut into parts whose weights have equally many bits, in the order of moestro's variants."""
+
+        def of(bits: int, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+            return tuple(variant for variant in variants if variant.numbers.bits_in(dtype) == bits)
+
+        found = dict.fromkeys(variant.numbers.bits_in(dtype) for variant in self.ours)
+        return {bits: replace(self, ours=of(bits, self.ours), peers=of(bits, self.peers)) for bits in found}
+
+    def points(self) -> list[PlanPoint]:
+        """Every point, in the order in which they are measured."""
+        return [
+            PlanPoint(spec, dtype, num_tokens, part.ours, part.peers)
+            for spec in self.layers
+            for dtype in self.dtypes
+            for part in self.by_bits(dtype).values()
+            for num_tokens in self.tokens
+        ]
+
+
+def _bad_plan(got: str, needs: str, fix: str) -> InvalidInputError:
+    return invalid_input("bench layer", got=got, needs=needs, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -108,8 +123,8 @@ class Row:
     num_experts: int
     published_num_experts: int
     top_k: int
-    active_experts: int
-    flop_per_byte: float
+    active_experts: int = 0
+    flop_per_byte: float = 0.0
     samples: int = 0
     microseconds: float | None = None
     gigabytes_per_second: float | None = None
@@ -123,6 +138,11 @@ class Row:
     ratio_low: float | None = None
     ratio_high: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def point(self) -> tuple[str, str, int, int]:
+        """Layer, dtype, bits and number of tokens: rows that are alike in these are of one point."""
+        return self.layer, self.dtype, self.bits, self.num_tokens
 
     @classmethod
     def skipped(cls, place: PlanPoint, variant: Variant, reason: str | None) -> Row:
@@ -143,8 +163,6 @@ class Row:
             num_experts=spec.num_experts,
             published_num_experts=spec.num_experts,
             top_k=spec.top_k,
-            active_experts=0,
-            flop_per_byte=0.0,
         )
 
 
@@ -196,16 +214,9 @@ class Report:
         return {**asdict(self), "roofs": roofs}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_here(device: str) -> bool:
     try:
-        found = torch.device(device)
-    except RuntimeError:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
         return False
-    if found.type == "cpu":
-        return True
-    return torch.accelerator.is_available() and (found.index or 0) < torch.accelerator.device_count()
+    return True

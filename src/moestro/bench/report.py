@@ -52,7 +52,14 @@ def reasons(rows: list[Row]) -> list[str]:
     return [f"T={', '.join(tokens)}: {reason}" for reason, tokens in found.items()]
 
 
-COLUMNS = ("us", "GB/s", "of bw", "GFLOP/s", "of peak")
+COLUMNS = {
+    "us": ("microseconds", ",.0f"),
+    "GB/s": ("gigabytes_per_second", ".1f"),
+    "of bw": ("bandwidth_share", ".0%"),
+    "GFLOP/s": ("gigaflops", ",.1f"),
+    "of peak": ("peak_share", ".0%"),
+}
+"""What is measured of a row: its attribute, and how that is written."""
 
 
 def tables(report: Report) -> list[Table]:
@@ -110,23 +117,19 @@ def roof_lines(report: Report) -> list[str]:
     return [*lines, f"peaks from registers: {', '.join(peaks)} GFLOP/s (GOP/s of integers)"] if peaks else lines
 
 
-def measured(row: Row) -> tuple[str, ...]:
-    """The cells of `COLUMNS`."""
-    if row.microseconds is None or row.gigabytes_per_second is None or row.gigaflops is None:
-        return ("-",) * len(COLUMNS)
-    return (
-        f"{row.microseconds:,.0f}",
-        f"{row.gigabytes_per_second:.1f}",
-        "-" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
-        f"{row.gigaflops:,.1f}",
-        "-" if row.peak_share is None else f"{row.peak_share:.0%}{_MARKS.get(row.peak or '', '')}",
-    )
+def written(row: object, columns: Iterable[tuple[str, str]], none: str = "-") -> list[str]:
+    """The cells of a row: attributes, each with how it is written, and what stands where one is None."""
+    found = [(getattr(row, name), form) for name, form in columns]
+    return [none if value is None else format(value, form) for value, form in found]
 
 
-_MARKS = {"vnni": " i8", "fp8-mm": " f8"}
-"""Of shares of a peak that is not the floats'."""
+def measured(row: Row) -> list[str]:
+    """The cells of `COLUMNS`, with a mark at a share of a peak that is not the floats'."""
+    *cells, share = written(row, COLUMNS.values())
+    mark = {"vnni": " i8", "fp8-mm": " f8"}.get(row.peak or "", "")
+    return [*cells, share if row.peak_share is None else share + mark]
 
 
 def error(row: Row) -> str:
     """The cell of the output's error."""
-    return "-" if row.error is None else f"{row.error:.1e}"
+    return written(row, [("error", ".1e")])[0]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import gcd
 from statistics import quantiles
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -18,6 +17,7 @@ SLOW_ROUND_SECONDS = 20.0
 """From here on a round of all variants takes so long that `FEWEST_SLOW_SAMPLES` have to do."""
 MOST_SAMPLES = 200
 
+T = TypeVar("T")
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
 
@@ -29,8 +29,7 @@ class OwnClock(Protocol):
     def seconds(self) -> float: ...
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """How many times longer than a baseline: the median over rounds, and the quartiles around it."""
 
     low: float
@@ -41,7 +40,7 @@ class Ratio:
 def wall_clock(device: torch.device | str = "cpu") -> Timer:
     """A timer of one call in seconds; on an accelerator it waits for the device before and after.
 
-    A call with a clock of its own (`OwnClock`) is asked for its seconds.
+    Here and in `event_clock` a call with a clock of its own (`OwnClock`) is asked for its seconds.
     """
     device = torch.device(device)
 
@@ -50,31 +49,25 @@ def wall_clock(device: torch.device | str = "cpu") -> Timer:
             torch.get_device_module(device).synchronize(device)
 
     def seconds(call: Call) -> float:
-        if isinstance(call, OwnClock):
-            return call.seconds()
         synchronize()
         start = time.perf_counter()
         call()
         synchronize()
         return time.perf_counter() - start
 
-    return seconds
+    return lambda call: call.seconds() if isinstance(call, OwnClock) else seconds(call)
 
 
 def event_clock(device: torch.device | str, cold_bytes: int = 0, module: Any = torch.cuda) -> Timer:
     """A timer of one call in seconds between two events on a CUDA device, which is idle before the first.
 
     So what the host takes to launch counts where the device waits for it. With `cold_bytes` as many bytes are written
-    before each call, so that the L2 cache holds nothing that the call reads. A call with a clock of its own is asked
-    for its seconds. `module` is torch.cuda.
+    before each call, so that the L2 cache holds nothing that the call reads. `module` is torch.cuda.
     """
-    cold = torch.empty(cold_bytes, dtype=torch.uint8, device=device) if cold_bytes else None
+    cold = torch.empty(cold_bytes, dtype=torch.uint8, device=device)
 
     def seconds(call: Call) -> float:
-        if isinstance(call, OwnClock):
-            return call.seconds()
-        if cold is not None:
-            cold.zero_()
+        cold.zero_()
         start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
         module.synchronize(device)
         start.record()
@@ -83,7 +76,7 @@ def event_clock(device: torch.device | str, cold_bytes: int = 0, module: Any = t
         module.synchronize(device)
         return float(start.elapsed_time(end)) / 1e3
 
-    return seconds
+    return lambda call: call.seconds() if isinstance(call, OwnClock) else seconds(call)
 
 
 def cold_bytes(cache_bytes: int, weight_bytes: int) -> int:
@@ -119,17 +112,14 @@ class Budget:
         self._left -= num_points
 
 
-def alternate(variants: Mapping[str, Sequence[Call]], seconds: float, timer: Timer) -> dict[str, list[float]]:
+def alternate(
+    variants: Mapping[str, Sequence[T]], seconds: float, timer: Callable[[T], float]
+) -> dict[str, list[float]]:
     """Time variants round-robin, in reversed order on odd rounds.
 
-    Each variant brings one call per input. Consecutive calls, whoever makes them, take different inputs, and over
-    twice as many rounds as there are inputs each variant meets each of them. A variant leaves when it spent its
-    seconds and has enough samples, or after `MOST_SAMPLES`; sample r of every variant is from round r.
-
-    Args:
-        variants: name -> its calls, as many for each.
-        seconds: time that each variant may spend.
-        timer: runs a call and returns its seconds.
+    Each variant brings one call per input, as many as the others. Consecutive calls, whoever makes them, take different
+    inputs, and over twice as many rounds as there are inputs each variant meets each of them. A variant leaves when it
+    spent its seconds and has enough samples, or after `MOST_SAMPLES`; sample r of every variant is from round r.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     active = list(variants)
@@ -172,5 +162,4 @@ def _done(samples: list[float], seconds: float, fewest: int) -> bool:
 
 def ratio(times: list[float], baseline: list[float]) -> Ratio:
     """How many times longer than the baseline, over the rounds that both ran in; at least two."""
-    found = quantiles((t / b for t, b in zip(times, baseline, strict=False)), n=4, method="inclusive")
-    return Ratio(*found)
+    return Ratio(*quantiles((t / b for t, b in zip(times, baseline, strict=False)), n=4, method="inclusive"))

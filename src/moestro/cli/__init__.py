@@ -2,6 +2,42 @@
 
 from __future__ import annotations
 
-from moestro.cli.app import app, main
+import sys
+from functools import partial
+from typing import Annotated
 
-__all__ = ["app", "main"]
+import typer
+
+import moestro
+from moestro.cli import bench, generate, info, quality, quantize, streams
+
+app = typer.Typer(
+    help="Run Mixture-of-Experts models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (generate.generate, info.info, quantize.quantize, quality.quality):
+    app.command()(_command)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"moestro {moestro.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models."""
+
+
+def main() -> None:
+    """What the `moestro` script and ``python -m moestro`` run."""
+    sys.exit(streams.run(partial(app, prog_name="moestro")))

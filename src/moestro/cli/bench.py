@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moestro.cli import progress
-from moestro.cli.refusal import refusals
-from moestro.cli.targets import check_writable
+from moestro.cli.progress import points, wide_console
+from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
-    from moestro.bench import LayerSpec, Plan, Report
+    from moestro.bench import Report
 
 app = typer.Typer(help="Time moestro against its peers, under this machine's measured roof.", no_args_is_help=True)
 
 TOKENS = "1,4,16,128,512,2048"
 QUICK_TOKENS = "1,16,128"
 SECONDS = 1.0
-PIPE_WIDTH = 120
 QUICK_SECONDS = 0.1
 QUICK_BUDGET = 40.0
 """Seconds for all points of a quick run. Starting and measuring the roof come before."""
@@ -37,23 +34,19 @@ def bench() -> None:
 
 @app.command()
 def layer(
-    layers: Annotated[list[str] | None, typer.Option("--layer", help="Named layers, or all. [default: olmoe]")] = None,
-    tokens: Annotated[str | None, typer.Option(help=f"Numbers of tokens. [default: {TOKENS}]")] = None,
+    layers: Annotated[list[str] | None, typer.Option("--layer", help="Named layers, or all; else olmoe.")] = None,
+    tokens: Annotated[str | None, typer.Option(help=f"Numbers of tokens; else {TOKENS}.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of x, and of weights that are not quantised: float32, bfloat16, float16.")
+        str, typer.Option(help="Of x and dense weights: float32, bfloat16, float16.")
     ] = "float32,bfloat16",
-    formats: Annotated[
-        str, typer.Option(help="Of moestro's weights: dense (of the dtype), or quantised ones: mxfp4, int8, ...")
-    ] = "dense",
+    formats: Annotated[str, typer.Option(help="Of moestro's weights: dense, mxfp4, int8, ...")] = "dense",
     variant: Annotated[
-        str, typer.Option(help="moestro's strategies: auto, grouped, blockwise, blockwise-64, selective, all_experts.")
+        str, typer.Option(help="auto, grouped, blockwise, blockwise-64, selective, all_experts.")
     ] = "auto",
     peers: Annotated[str, typer.Option(help="Names of peers, or all, or none.")] = "all",
-    seconds_per_point: Annotated[float | None, typer.Option(help=f"For each variant. [default: {SECONDS}]")] = None,
+    seconds_per_point: Annotated[float | None, typer.Option(help=f"For each variant; else {SECONDS}.")] = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; {QUICK_SECONDS} s a variant; under a minute.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; under a minute.")] = False,
     json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a roofline picture (.png, .svg, .pdf).")] = None,
 ) -> None:
@@ -62,38 +55,33 @@ def layer(
     Lists are separated by commas. Every output is checked against the float32 reference first; where one is wrong its
     ratio is refused and the exit code is 1. Bad arguments end with exit code 2.
     """
-    from rich.console import Console
+    import torch
 
-    from moestro.bench import Plan, ours
-    from moestro.bench.peers import named_peers
-    from moestro.bench.plot import roofline
+    from moestro.bench import LAYERS, Plan, ours, run
+    from moestro.bench.layers import named
+    from moestro.bench.peers import named_peers, outside
 
-    console = Console(stderr=json_path == "-")
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    names = _split(*(layers or ["olmoe"]))
     with refusals():
-        _check_targets(json_path, plot)
+        check_targets("bench layer", plot, Path(json_path) if json_path not in (None, "-") else None)
         plan = Plan(
-            layers=_layers(_split(*(layers or ["olmoe"]))),
+            layers=tuple(map(named, LAYERS if names == ["all"] else names)),
             tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
-            dtypes=tuple(_dtype(name) for name in _split(dtype)),
+            dtypes=tuple(vars(torch).get(name, name) for name in _split(dtype)),
             ours=tuple(ours(strategy, format) for format in _split(formats) for strategy in _split(variant)),
             peers=tuple(named_peers(_split(peers))),
             seconds=seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
             device=device,
             budget=QUICK_BUDGET if quick else None,
         )
-        report = _measure(plan, peers)
+        with points(len(plan.points())) as on_point:
+            report = run(plan, on_point)
+    if peers == "all" and (why := outside.missing()) is not None:
+        report.notes.setdefault("run", []).append(why)
     if json_path is not None:
-        text = json.dumps(report.as_json(), indent=1)
-        if json_path == "-":
-            typer.echo(text)
-        else:
-            Path(json_path).write_text(text + "\n")
-    _print(report, console)
-    if plot is not None and any(row.status == "ok" for row in report.rows):
-        roofline(report, plot)
-        console.print(f"roofline: {plot}")
+        text = json.dumps(report.as_json(), indent=1) + "\n"
+        typer.echo(text, nl=False) if json_path == "-" else Path(json_path).write_text(text)
+    _print(report, wide_console(stderr=json_path == "-"), plot)
     if report.wrong:
         raise typer.Exit(1)
 
@@ -102,64 +90,24 @@ def _split(*values: str) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
-def _layers(names: list[str]) -> tuple[LayerSpec, ...]:
-    from moestro.bench.layers import LAYERS, named
-
-    return tuple(LAYERS.values()) if names == ["all"] else tuple(named(name) for name in names)
-
-
 def _counts(text: str) -> tuple[int, ...]:
     parts = _split(text)
-    for part in parts:
-        if not part.isdecimal() or int(part) < 1:
-            raise invalid_input(
-                "bench layer", got=f"tokens {part!r}", needs="whole numbers of at least 1", fix=f"Default: {TOKENS}."
-            )
-    return tuple(int(part) for part in parts)
+    if not all(part.isdecimal() and int(part) for part in parts):
+        needs = "whole numbers of at least 1"
+        raise invalid_input("bench layer", got=f"tokens {text!r}", needs=needs, fix=f"Default: {TOKENS}.")
+    return tuple(map(int, parts))
 
 
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise invalid_input(
-            "bench layer", got=f"dtype {name!r}", needs="float32, bfloat16 or float16", fix="Pick one of the three."
-        )
-    return dtype
-
-
-def _check_targets(json_path: str | None, plot: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
-    from moestro.bench.plot import check_ending
-
-    if plot is not None:
-        check_ending(plot)
-    for path in (plot, Path(json_path) if json_path not in (None, "-") else None):
-        if path is not None:
-            check_writable(path, "bench layer")
-
-
-def _measure(plan: Plan, peers: str) -> Report:
-    from moestro.bench import run
-    from moestro.bench.measure import num_points
-    from moestro.bench.peers import outside
-
-    with progress.points(num_points(plan)) as on_point:
-        report = run(plan, on_point)
-    if peers == "all" and (why := outside.missing()) is not None:
-        report.notes.setdefault("run", []).append(why)
-    return report
-
-
-def _print(report: Report, console: Console) -> None:
+def _print(report: Report, console: Console, plot: Path | None) -> None:
+    from moestro.bench.plot import roofline
     from moestro.bench.report import machine_line, roof_lines, tables
 
-    console.print(
-        machine_line(report.machine), *roof_lines(report), *report.notes.get("run", []), sep="\n", highlight=False
-    )
+    console.print(machine_line(report.machine), *roof_lines(report), *report.notes.get("run", []), sep="\n")
     for table in tables(report):
         console.print()
         console.print(table)
     for row in report.wrong:
         console.print(f"wrong output: {row.variant}, {row.layer} {row.dtype} T={row.num_tokens}", style="red")
+    if plot is not None and any(row.status == "ok" for row in report.rows):
+        roofline(report, plot)
+        console.print(f"roofline: {plot}")

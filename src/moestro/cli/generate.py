@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,37 +16,27 @@ import moestro
 from moestro.cli.refusal import refusals
 
 if TYPE_CHECKING:
-    from moestro.hf.generate import Generation, Ran
+    from moestro.hf.generate import Generation
     from moestro.hf.text_model import TextModel
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue, or - to read it; with --chat to answer.")],
-    model: Annotated[
-        str | None, typer.Option(help="A local folder or a hub id.", show_default="the bundled model")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A local folder or a hub id; else the bundled model.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the tokenizer's chat template.")] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens to generate.", show_default="256, or what the context leaves")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="At most; else 256, or what the context leaves.")] = None,
     do_sample: Annotated[
-        bool | None, typer.Option(help="Sample, or take the likeliest token.", show_default="the model's own way")
+        bool | None, typer.Option(help="Sample, or take the likeliest; else as the model says.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="With --do-sample; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="With --do-sample: the k likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="With --do-sample: the likeliest tokens of this total probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="With --do-sample: tokens of at least this share of the best.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --do-sample: the likeliest of this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="With --do-sample: those of this share of the best.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 to repeat less.")] = None,
     seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
     format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
-    input_format: Annotated[
-        str, typer.Option(help="float, or int8 or fp8-e4m3 to round what meets the experts to 8 bits.")
-    ] = "float",
+    input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
     projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
@@ -74,11 +65,12 @@ def generate(
             if not chat and not as_json:
                 _write(prompt)
             found = library.generate(text_model, prompt, sampling, None if as_json else _write, chat)
-            if as_json:
-                typer.echo(json.dumps(report(text_model, prompt, found)))
-                return
-    _write("\n")
-    typer.secho(summary(text_model, found), err=True, dim=True)
+            said = report(text_model, prompt, found)
+    if as_json:
+        typer.echo(json.dumps(said))
+    else:
+        _write("\n")
+        typer.secho(summary(said), err=True, dim=True)
 
 
 def _read() -> str:
@@ -91,53 +83,36 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def summary(text_model: TextModel, found: Generation) -> str:
-    """The two lines that follow the text."""
-    speed = found.new_tokens_per_second
-    lines = [
-        f"prompt {found.prompt_tokens} tokens, {found.prompt_tokens_per_second:.1f} tokens/s; generated "
-        f"{found.new_tokens} tokens" + (f", {speed:.1f} tokens/s" if speed is not None else ""),
-        f"{text_model.name}: {len(text_model.served)} expert layers served; prompt by {_names(found.prompt_ran)}"
-        + (f", generation by {_names(found.new_ran)}" if found.new_ran else "")
-        + f"; {_dtype(text_model)}"
-        + "".join(f"; experts {layout}" for layout in _stored(text_model))
-        + "".join(f"; {count} projections by {name}" for name, count in _projections(text_model).items()),
+def summary(said: dict[str, Any]) -> str:
+    """The two lines that follow the text, of what `report` says."""
+    tokens, speeds = said["tokens"], said["tokens_per_second"]
+    prompt, new = (
+        ", ".join(f"{ran['implementation']} ({ran['strategy']})" for ran in part) for part in said["ran"].values()
+    )
+    parts = [
+        f"{said['model']}: {said['expert_layers']} expert layers served",
+        f"prompt by {prompt}" + (f", generation by {new}" if new else ""),
+        said["dtype"],
+        *(f"experts {layout}" for layout in said["stored_experts"]),
+        *(f"{count} projections by {name}" for name, count in said["projections"].items()),
     ]
-    return "\n".join(lines)
+    speed = "" if speeds["generated"] is None else f", {speeds['generated']:.1f} tokens/s"
+    return (
+        f"prompt {tokens['prompt']} tokens, {speeds['prompt']:.1f} tokens/s; generated {tokens['generated']} tokens"
+        f"{speed}\n{'; '.join(parts)}"
+    )
 
 
-def _names(ran: tuple[Ran, ...]) -> str:
-    return ", ".join(f"{r.implementation} ({r.strategy})" for r in ran)
-
-
-def _stored(text_model: TextModel) -> list[str]:
-    """How experts lie that are kept as a checkpoint stores them: "mxfp4, memory-mapped"."""
-    return sorted({layer.layout for layer in text_model.served if layer.stored})
-
-
-def _projections(text_model: TextModel) -> dict[str, int]:
-    """How many linear modules each implementation serves where one token comes, as in generation."""
+def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, Any]:
+    """What --json prints. Projections are counted by what serves them where one token comes, as in generation."""
     import torch
+    import transformers
 
     from moestro.hf import served_projections
 
     with torch.no_grad():
         rows = [(p, p.weight.new_empty(1, p.in_features)) for p in served_projections(text_model.model).values()]
-        return dict(Counter(str(moestro.explain(projection, row).chosen) for projection, row in rows))
-
-
-def _dtype(text_model: TextModel) -> str:
-    return str(text_model.model.dtype).removeprefix("torch.")
-
-
-def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, Any]:
-    """What --json prints."""
-    import torch
-    import transformers
-
-    def ran(parts: tuple[Ran, ...]) -> list[dict[str, str]]:
-        return [{"implementation": r.implementation, "strategy": r.strategy} for r in parts]
-
+        projections = Counter(str(moestro.explain(projection, row).chosen) for projection, row in rows)
     return {
         "prompt": prompt,
         "text": found.text,
@@ -145,13 +120,13 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "tokens": {"prompt": found.prompt_tokens, "generated": found.new_tokens},
         "seconds": {"prompt": found.prompt_seconds, "generated": found.new_seconds},
         "tokens_per_second": {"prompt": found.prompt_tokens_per_second, "generated": found.new_tokens_per_second},
-        "ran": {"prompt": ran(found.prompt_ran), "generated": ran(found.new_ran)},
+        "ran": {"prompt": [*map(asdict, found.prompt_ran)], "generated": [*map(asdict, found.new_ran)]},
         "model": text_model.name,
         "architecture": type(text_model.model).__name__,
         "expert_layers": len(text_model.served),
-        "dtype": _dtype(text_model),
-        "stored_experts": _stored(text_model),
-        "projections": _projections(text_model),
+        "dtype": str(text_model.model.dtype).removeprefix("torch."),
+        "stored_experts": sorted({layer.layout for layer in text_model.served if layer.stored}),
+        "projections": dict(projections),
         "device": str(text_model.model.device),
         "threads": torch.get_num_threads(),
         "versions": {

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from rich.filesize import pick_unit_and_suffix
 
 import moestro
+from moestro.cli.progress import wide_console
 from moestro.cli.refusal import refusals
 
-PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "triton")
-PIPE_WIDTH = 160
+PACKAGES = ("transformers", "safetensors", "tokenizers", "numpy", "triton")
 MEASURED = ("float32", "bfloat16")
 INTEGERS = ("vnni", "amx-int8")
 
 
 def info(
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure memory bandwidth and FLOP/s; a few seconds.")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure bandwidth and FLOP/s; a few seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Versions, processor features, threads, devices, and the implementations of every operation with reasons."""
@@ -34,35 +35,24 @@ def info(
 
 
 def collect(measure: bool) -> dict[str, Any]:
-    """Everything the command shows, as plain values."""
+    """Everything the command shows, as plain values. PyTorch says itself which build it is ("2.13.0+cu130")."""
     import torch
 
     from moestro import machine
 
-    described = machine.describe()
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    versions = {"moestro": moestro.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    others = {name: metadata.version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    roofs = {name: asdict(machine.measure(getattr(torch, name))) for name in MEASURED} if measure else None
     return {
-        "versions": {"moestro": moestro.__version__, "python": platform.python_version(), **_versions()},
-        "machine": described,
+        "versions": versions | others,
+        "machine": machine.describe(),
         "gpus": [machine.describe_gpu(device) for device in gpus],
         "implementations": _implementations("cuda" if gpus else "cpu"),
-        "roof": _roofs() if measure else None,
+        "roof": roofs,
         "peaks": machine.peaks() if measure else None,
-        "gpu_rates": [_gpu_rates(device) for device in gpus] if measure else None,
+        "gpu_rates": [{**machine.bandwidths(d), **machine.matrix_rates(d)} for d in gpus] if measure else None,
     }
-
-
-def _versions() -> dict[str, str | None]:
-    """Installed versions; None for what is not installed. PyTorch's own says which build it is ("+cu130")."""
-    import torch
-
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, "torch": str(torch.__version__)}
 
 
 def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
@@ -95,32 +85,9 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
     }
 
 
-def _roofs() -> dict[str, dict[str, float]]:
-    import torch
-
-    from moestro import machine
-
-    roofs = {name: machine.measure(getattr(torch, name)) for name in MEASURED}
-    return {
-        name: {"bytes_per_second": roof.bytes_per_second, "flops_per_second": roof.flops_per_second}
-        for name, roof in roofs.items()
-    }
-
-
-def _gpu_rates(device: str) -> dict[str, float]:
-    """Bytes and FLOP per second of a CUDA device, by what was measured."""
-    from moestro import machine
-
-    return {**machine.bandwidths(device), **machine.matrix_rates(device)}
-
-
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -128,58 +95,48 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(group, "")
         for name, value in rows:
             table.add_row(f"  {name}", value)
-    console.print(table)
+    wide_console().print(table)
 
 
 def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     missing = {"triton": "not installed: the kernels for NVIDIA GPUs need it"}
     versions = [(name, value or missing.get(name, "not installed")) for name, value in found["versions"].items()]
-    rows = {"versions": versions, "machine": _machine_rows(found["machine"])}
+    rows = {"versions": versions, "machine": _lines(found["machine"])}
     for i, gpu in enumerate(found["gpus"]):
         rates = found["gpu_rates"][i] if found["gpu_rates"] else {}
-        rows[f"cuda:{i}"] = [*_gpu_rows(gpu), *((name, _rate(name, rate)) for name, rate in rates.items())]
+        rows[f"cuda:{i}"] = _lines(gpu) + [
+            (name, f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s")
+            for name, rate in rates.items()
+        ]
     for operation, entries in found["implementations"].items():
         rows[f"implementations of {operation}, first to last"] = [
             (entry["name"], entry["reason"] or "ready") for entry in entries
         ]
     if found["roof"] is None:
-        rows["roof"] = [("not measured", "moestro info --measure")]
-    else:
-        rows["roof"] = [
-            (name, f"{roof['bytes_per_second'] / 1e9:.1f} GB/s, {roof['flops_per_second'] / 1e9:.0f} GFLOP/s")
-            for name, roof in found["roof"].items()
-        ]
-        rows["peaks from registers"] = [
-            (name, f"{rate / 1e9:,.0f} {'GOP/s' if name in INTEGERS else 'GFLOP/s'}")
-            for name, rate in found["peaks"].items()
-        ] or [("not measured", "the native engine is not there, or has no loops for this processor")]
-    return rows
-
-
-def _gpu_rows(gpu: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("name", gpu["name"]),
-        ("capability, multiprocessors", f"{gpu['capability']}, {gpu['multiprocessors']}"),
-        ("memory, L2 cache", f"{gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['l2_bytes'] / 2**20:.0f} MiB"),
+        return rows | {"roof": [("not measured", "moestro info --measure")]}
+    roofs = [
+        (name, f"{roof['bytes_per_second'] / 1e9:.1f} GB/s, {roof['flops_per_second'] / 1e9:.0f} GFLOP/s")
+        for name, roof in found["roof"].items()
     ]
-
-
-def _rate(name: str, rate: float) -> str:
-    return f"{rate / 1e12:,.0f} TFLOP/s" if name.endswith("-mm") else f"{rate / 1e9:,.0f} GB/s"
-
-
-def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    caches = ", ".join(f"{name} {size / 2**10:.0f} KiB" for name, size in machine["cache_bytes"].items())
-    return [
-        ("processor", f"{machine['processor']} ({machine['architecture']})"),
-        ("features", " ".join(machine["features"]) or "none that matter here"),
-        *([("features masked", " ".join(machine["masked_features"]))] if machine["masked_features"] else []),
-        ("cores, threads", f"{machine['cores']}, {machine['threads']}"),
-        ("caches of a core", caches or "unknown"),
-        (
-            "memory",
-            f"{machine['memory_bytes'] / 2**30:.1f} GiB, {machine['memory_available_bytes'] / 2**30:.1f} GiB available",
-        ),
-        ("accelerators", ", ".join(machine["accelerators"]) or "none"),
-        ("system", machine["system"]),
+    peaks = [
+        (name, f"{rate / 1e9:,.0f} {'GOP/s' if name in INTEGERS else 'GFLOP/s'}")
+        for name, rate in found["peaks"].items()
     ]
+    none = [("not measured", "the native engine is not there, or has no loops for this processor")]
+    return rows | {"roof": roofs, "peaks from registers": peaks or none}
+
+
+def _lines(device: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of a machine or a GPU for people: bytes in units, lists in a line."""
+
+    def text(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {text(name, part)}" for key, part in value.items())
+        if isinstance(value, list):
+            return ", ".join(value) or "none"
+        if not name.endswith("bytes"):
+            return str(value)
+        unit, suffix = pick_unit_and_suffix(value, ["bytes", "KiB", "MiB", "GiB", "TiB"], 1024)
+        return f"{value / unit:.1f} {suffix}"
+
+    return [(name.removesuffix("_bytes").replace("_", " "), text(name, value)) for name, value in device.items()]

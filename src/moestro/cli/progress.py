@@ -1,30 +1,77 @@
-"""How far a benchmark is: a bar on a terminal, lines of words where standard error is a pipe or a file."""
+"""Where commands print tables, and how they say how far they are: in a bar, or in words where there is no terminal."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TABLE_WIDTH = 160
 EVERY = 5.0
 """Seconds between two lines."""
+
+Update = Callable[[str, int, int], None]
+"""What is being done, how much of it is, and how much there is."""
+
+
+def wide_console(stderr: bool = False) -> Console:
+    """Where tables are printed: a narrow terminal wraps lines; digits are never cut."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    made.width = max(made.width, TABLE_WIDTH)
+    return made
+
+
+@contextmanager
+def bar(start: str, shown: bool = True, in_bytes: bool = False) -> Iterator[Update]:
+    """A bar on stderr with the time left; `start` stands there until it is first updated.
+
+    What was done before the first update is no part of this run's speed.
+    """
+    if not shown:
+        yield lambda text, done, total: None
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    sizes = (rich.DownloadColumn(), rich.TransferSpeedColumn())
+    counts = (rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TextColumn("left"))
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        *(sizes if in_bytes else counts),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as made:
+        task = made.add_task(start, total=None)
+
+        def update(text: str, done: int, total: int) -> None:
+            change = made.update if made.tasks[0].total is not None else made.reset
+            change(task, description=text, completed=done, total=total)
+
+        yield update
 
 
 @contextmanager
 def points(total: int, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
     """Yields what is to be called with a description as each of `total` points begins."""
-    with _bar(total) if sys.stderr.isatty() else _lines(total, clock) as on_point:
-        yield on_point
-
-
-@contextmanager
-def _lines(total: int, clock: Callable[[], float]) -> Iterator[Callable[[str], None]]:
-    done, start, said = -1, clock(), float("-inf")
+    count = itertools.count()
+    if sys.stderr.isatty():
+        with bar("measuring the roof") as update:
+            yield lambda text: update(text, next(count), total)
+        return
+    start, said = clock(), float("-inf")
 
     def on_point(text: str) -> None:
-        nonlocal done, said
-        done, now = done + 1, clock()
+        nonlocal said
+        done, now = next(count), clock()
         if now - said >= EVERY:
             said = now
             left = f", about {(now - start) / done * (total - done):.0f} s left" if done else ""
@@ -32,28 +79,3 @@ def _lines(total: int, clock: Callable[[], float]) -> Iterator[Callable[[str], N
 
     print("measuring the roof", file=sys.stderr, flush=True)
     yield on_point
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[str], None]]:
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("left"),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
-        task = bar.add_task("measuring the roof", total=total)
-        started = False
-
-        def on_point(text: str) -> None:
-            nonlocal started
-            bar.update(task, description=text, advance=1 if started else 0)
-            started = True
-
-        yield on_point

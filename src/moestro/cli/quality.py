@@ -4,57 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moestro.cli.refusal import refusals
-from moestro.cli.targets import check_writable
+from moestro.cli.progress import bar, wide_console
+from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from moestro.quality.report import QualityReport
 
-TABLE_WIDTH = 160
-
 
 def quality(
-    model: Annotated[
-        str | None, typer.Argument(help="A local folder or a hub id.", show_default="the bundled model")
-    ] = None,
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Of the experts: mxfp4, int8, ...; may be repeated.")
-    ] = None,
-    all_formats: Annotated[
-        bool, typer.Option("--all-formats", help="Every format that can store the model's experts.")
-    ] = False,
-    search: Annotated[
-        list[str] | None,
-        typer.Option(help="How scales are chosen: nearest or mse; repeat it for both.", show_default="nearest"),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="The baseline's format; it computes in float32.", show_default="as stored")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="What to predict: a UTF-8 file.", show_default="Python files that training held out"),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="How many to predict; 0 for all of the text.", show_default="32768")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="What variants compute in: float32, bfloat16, float16, or auto for the checkpoint's.")
-    ] = "float32",
-    input_format: Annotated[
-        str, typer.Option(help="Of the variants: float, or int8 or fp8-e4m3 to round what meets the experts.")
-    ] = "float",
+    model: Annotated[str | None, typer.Argument(help="A local folder or a hub id; else the bundled model.")] = None,
+    formats: Annotated[list[str] | None, typer.Option("--format", help="mxfp4, int8, ...; may be repeated.")] = None,
+    all_formats: Annotated[bool, typer.Option("--all-formats", help="Every one that can store the experts.")] = False,
+    search: Annotated[list[str] | None, typer.Option(help="Of scales: nearest (default), mse; or repeat it.")] = None,
+    against: Annotated[str | None, typer.Option(help="The baseline's format; else as stored.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 file; else Python files that training held out.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="How many to predict, 0 for all; else 32768.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of variants: float32, bfloat16, float16, or auto.")] = "float32",
+    input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, layer by layer, and no table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the table as a Markdown page.")] = None,
 ) -> None:
@@ -65,61 +39,19 @@ def quality(
     the error of the experts' outputs, and the share of routing decisions that changed.
     """
     with refusals():
-        _check_targets(plot, report)
+        check_targets("quality", plot, report)
         from moestro.hf.quality import Options, measure, variants
         from moestro.hf.text_model import quiet_transformers
 
         wanted = variants(formats or (), search or ("nearest",), all_formats)
         options = Options(against, dtype, device, text, tokens, input_format)  # type: ignore[arg-type]
-        with quiet_transformers(), _bar(shown=not as_json and sys.stderr.isatty()) as on_window:
+        with quiet_transformers(), bar("loading", not as_json and sys.stderr.isatty()) as on_window:
             found = measure(model, wanted, options, on_window)
         if as_json:
             typer.echo(json.dumps(found.as_json()))
         else:
             _print(found)
         _write(found, plot, report)
-
-
-def _check_targets(plot: Path | None, report: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
-    if plot is not None:
-        from moestro.bench.plot import check_ending
-
-        check_ending(plot)
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise invalid_input(
-                "quality", got="--plot", needs="matplotlib", fix="Install it: pip install matplotlib."
-            ) from None
-    for path in filter(None, (plot, report)):
-        check_writable(path, "quality")
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[str, int, int], object]]:
-    """A progress bar on stderr, with the time left by the windows read."""
-    if not shown:
-        yield lambda variant, done, total: None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("left"),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def on_window(variant: str, done: int, total: int) -> None:
-            bar.update(task, description=variant, completed=done, total=total)
-
-        yield on_window
 
 
 def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None:
@@ -137,14 +69,9 @@ def _write(found: QualityReport, plot: Path | None, report: Path | None) -> None
 
 
 def _print(found: QualityReport) -> None:
-    from rich.console import Console
-
     from moestro.quality.report import headline, reasons, table
 
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)  # a narrow terminal wraps lines; digits are never cut
-    for line in headline(found):
-        console.print(line, soft_wrap=True)
+    console = wide_console()
+    console.print(*headline(found), sep="\n", soft_wrap=True)
     console.print(table(found))
-    for line in reasons(found):
-        console.print(line, soft_wrap=True)
+    console.print(*reasons(found), sep="\n", end="\n" if reasons(found) else "", soft_wrap=True)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.filesize import decimal
 
+from moestro.cli.progress import bar
 from moestro.cli.refusal import refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from moestro.checkpoint import Checkpoint, ExpertSource
-    from moestro.checkpoint.quantize import Job, Progress, Report
+    from moestro.checkpoint.quantize import Report
     from moestro.formats.encode import Search
 
 INTERRUPTED = 130
@@ -31,16 +31,9 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A model's folder: config.json and safetensors files.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     format: Annotated[str, typer.Option(help="Of the experts: mxfp4, int4-g128, fp8-e4m3-b128, ...")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option(help='A pattern and its own format: "*.layers.0.*=int8". The last match decides.'),
-    ] = None,
-    search: Annotated[
-        str, typer.Option(help="How scales are chosen: nearest, or mse (slower, errs less).")
-    ] = "nearest",
-    checksums: Annotated[
-        bool, typer.Option("--checksums", help="Write the SHA-256 of every tensor, which loading then checks.")
-    ] = False,
+    override: Annotated[list[str] | None, typer.Option(help='"*.layers.0.*=int8"; the last match decides.')] = None,
+    search: Annotated[str, typer.Option(help="Of scales: nearest, or mse (slower, errs less).")] = "nearest",
+    checksums: Annotated[bool, typer.Option("--checksums", help="Write SHA-256s, which loading checks.")] = False,
     shard_size: Annotated[str, typer.Option(help="The most tensor bytes a file: 5GB, 500MB, 2GiB.")] = "5GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and show no progress.")] = False,
 ) -> None:
@@ -53,15 +46,23 @@ def quantize(
         overrides = _overrides(override or [])
         shard_bytes = _bytes(shard_size)
         from moestro.checkpoint.quantize import Job, quantize_checkpoint
+        from moestro.checkpoint.resume import partial_folder
         from moestro.checkpoint.scheme import Scheme
 
         scheme = Scheme(format, overrides, cast("Search", search))
         checkpoint, experts = _read(source)
         job = Job(source, checkpoint, experts, destination, scheme, shard_bytes, checksums)
-        with _stoppable(job), _bar(shown=not as_json and sys.stderr.isatty()) as on_progress:
-            report = quantize_checkpoint(job, on_progress)
+        try:
+            with bar("", not as_json and sys.stderr.isatty(), in_bytes=True) as update:
+                report = quantize_checkpoint(
+                    job, lambda at: update(f"file {at.shard} of {at.num_shards}", at.written, at.total)
+                )
+        except KeyboardInterrupt:
+            where = partial_folder(destination)
+            typer.echo(f"Stopped. What is finished is in {where}; the same command continues it.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        typer.echo(json.dumps(_plain(report)))
+        typer.echo(json.dumps(asdict(report), default=str))
     else:
         _print(report)
 
@@ -112,50 +113,6 @@ def _read(source: Path) -> tuple[Checkpoint, list[ExpertSource]]:
     return checkpoint, experts
 
 
-@contextmanager
-def _stoppable(job: Job) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        from moestro.checkpoint.resume import partial_folder
-
-        where = partial_folder(job.destination)
-        typer.echo(f"Stopped. What is finished is in {where}; the same command continues it.", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A progress bar on stderr, with the time left by the bytes written."""
-    if not shown:
-        yield None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
-        task = None
-
-        def on_progress(progress: Progress) -> None:
-            nonlocal task
-            if task is None:  # what earlier runs wrote is no part of this one's speed
-                task = bar.add_task("", total=progress.total, completed=progress.written)
-            bar.update(task, completed=progress.written, description=f"file {progress.shard} of {progress.num_shards}")
-
-        yield on_progress
-
-
-def _plain(report: Report) -> dict[str, object]:
-    return {**asdict(report), "destination": str(report.destination)}
-
-
 def _print(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -173,8 +130,8 @@ def _print(report: Report) -> None:
         "bits per weight": f"{report.bits_per_weight:.3f} (experts, scales included)",
         "time": f"{report.seconds:.1f} s",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
+    for row in rows.items():
+        table.add_row(*row)
     console = Console(highlight=False)
     done = "is complete already; nothing was written" if report.complete_before else "is complete"
     console.print(f"{report.destination} {done}", soft_wrap=True)
@@ -182,11 +139,5 @@ def _print(report: Report) -> None:
 
 
 def _change(before: int, after: int) -> str:
-    return f"{_size(before)} -> {_size(after)} ({100 * after / max(before, 1):.1f}%)"
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} bytes"
+    sizes = (decimal(nbytes, precision=2) for nbytes in (before, after))
+    return f"{' -> '.join(sizes)} ({100 * after / max(before, 1):.1f}%)"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
-from moestro.errors import MoestroError
+from moestro.errors import MoestroError, invalid_input
 
 
 @contextmanager
@@ -18,3 +19,24 @@ def refusals() -> Iterator[None]:
     except MoestroError as error:
         typer.echo(" ".join(str(error).split()), err=True)
         raise typer.Exit(2) from None
+
+
+def check_targets(operation: str, plot: Path | None, other: Path | None) -> None:
+    """Refuse before the run what could not be written after it. What is there is left as it is."""
+    if plot is not None:
+        from moestro.bench.plot import check_ending
+
+        check_ending(plot)
+    for path in filter(None, (plot, other)):
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+        except (OSError, ValueError) as error:
+            raise invalid_input(
+                operation,
+                got=f"{str(path)!r} ({getattr(error, 'strerror', None) or error})",
+                needs="a file that can be written",
+                fix="Name a file in a folder that exists.",
+            ) from None
+        if not existed:
+            path.unlink()

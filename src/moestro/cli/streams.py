@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -43,15 +44,19 @@ def run(command: Callable[[], Any]) -> int:
     A reader that has left ends it quietly with 141, and Ctrl-C with 130. Characters that the terminal's encoding lacks
     are replaced.
     """
+    code: Any = 0
     try:
         sys.stderr = _checked_stream(sys.stderr) if sys.stderr is not None else io.StringIO()
         if sys.stdout is None:
             return _refuse("a closed standard output")
         sys.stdout = _checked_stream(sys.stdout)
-        code = _code(command)
+        try:
+            command()
+        except SystemExit as stop:
+            code = stop.code
         sys.stdout.flush()
         sys.stderr.flush()
-        return code
+        return code if isinstance(code, int) else int(code is not None)
     except OutputError as stop:
         return _ended(stop.__cause__)
     except KeyboardInterrupt:
@@ -63,14 +68,6 @@ def _checked_stream(stream: Any) -> Any:
         return stream
     encoding, lines = stream.encoding, stream.line_buffering
     return Output(stream.detach(), encoding=encoding, errors="replace", line_buffering=lines)
-
-
-def _code(command: Callable[[], Any]) -> int:
-    try:
-        command()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return 0
 
 
 def _ended(error: BaseException | None) -> int:
@@ -87,8 +84,6 @@ def _ended(error: BaseException | None) -> int:
 
 def _refuse(got: str) -> int:
     said = invalid_input("moestro", got=got, needs="a place to write to", fix="Redirect it to a file, or to /dev/null.")
-    try:
+    with contextlib.suppress(OutputError):
         print(said, file=sys.stderr, flush=True)
-    except OutputError:
-        return REFUSED
     return REFUSED

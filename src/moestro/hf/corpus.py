@@ -22,30 +22,18 @@ HELD_OUT = "held-out standard library"
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents as a model reads them.
-
-    Attributes:
-        text: what they are; its `num_tokens` and `num_bytes` are those that are predicted.
-        documents: int64 [T] each, on the CPU, T >= 2; the first token of each is given.
-    """
+    """What is read: the text, documents as int64 [T] each, whose first token is given, and their windows."""
 
     text: Text
     documents: tuple[Tensor, ...]
-
-    @property
-    def num_windows(self) -> int:
-        return sum(len(list(windows(d.numel(), self.text.context))) for d in self.documents)
+    windows: tuple[tuple[Tensor, Tensor], ...]
 
 
 def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: int | None = None) -> Corpus:
-    """Read and tokenise a text, whole documents first to last until `limit` tokens are predicted.
+    """Read and tokenise a text, whole documents first to last until `limit` tokens are predicted, or all.
 
-    Args:
-        tokenizer: of Transformers.
-        context: the most tokens of a window.
-        path: a UTF-8 file, one document; None for the standard library's files that the bundled model's training held
-            out.
-        limit: predicted tokens, at least 1; None for all.
+    The text is one document in UTF-8, or, where no path is given, the held-out files. Windows have at most `context`
+    tokens.
 
     Raises:
         InvalidInputError: the file is missing, unreadable, empty or not UTF-8, or the text has not two tokens.
@@ -75,22 +63,20 @@ def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: i
         )
     name = HELD_OUT if path is None else str(path)
     text_of = Text(name, len(documents), num_tokens, num_bytes, context, digest.hexdigest())
-    return Corpus(text_of, tuple(documents))
+    return Corpus(text_of, tuple(documents), tuple(w for d in documents for w in windows(d, context)))
 
 
 def _read(path: Path) -> str:
-    needs, fix = "a text file in UTF-8", "Name one with --text, or leave it out."
     try:
-        data = path.expanduser().read_bytes()
-        text = data.decode("utf-8")
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise invalid_input(OPERATION, got=f"text {str(path)!r} ({reason})", needs=needs, fix=fix) from error
+        text = path.expanduser().read_bytes().decode("utf-8")
+        problem = "" if text else ", which is empty"
     except UnicodeDecodeError as error:
-        got = f"text {str(path)!r}, whose byte {error.start} is no UTF-8"
-        raise invalid_input(OPERATION, got=got, needs=needs, fix="Convert it: iconv -t UTF-8.") from error
-    if not text:
-        raise invalid_input(OPERATION, got=f"text {str(path)!r}, which is empty", needs="some text", fix=fix)
+        problem = f", whose byte {error.start} is no UTF-8"
+    except (OSError, RuntimeError) as error:
+        problem = f" ({getattr(error, 'strerror', None) or error})"
+    if problem:
+        fix = "Name one with --text, or leave it out."
+        raise invalid_input(OPERATION, got=f"text {str(path)!r}{problem}", needs="a text file in UTF-8", fix=fix)
     return text
 
 

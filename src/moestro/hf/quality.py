@@ -1,34 +1,27 @@
-"""Measure what a format costs a language model: the model in one format after the other beside its baseline.
-
-Two models are in memory at a time. Each window of the text is read by the variant and then by the baseline; the
-baseline's expert layers hand their inputs and routing to the variant's on the way, so nothing of a layer is kept.
-"""
+"""Measure what a format costs a language model: in one format after the other, two models in memory at a time."""
 
 from __future__ import annotations
 
-import datetime
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moestro import machine
-from moestro.bench.measure import versions
+from moestro.bench.measure import about
 from moestro.errors import MoestroError, invalid_input
 from moestro.formats import FORMATS, check_shape, find_format
-from moestro.hf.config import SEARCHES, MoestroConfig
+from moestro.hf.config import MoestroConfig
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
 from moestro.hf.loading import load
 from moestro.hf.models import find_device
 from moestro.hf.serving import find, stored_in
 from moestro.hf.side_by_side import SideBySide
 from moestro.hf.store import ExpertStore
-from moestro.hf.text_model import DTYPES, TextSource, find_text_model
-from moestro.quality.report import Model, QualityReport, Row, Stored
-from moestro.quality.score import Tally, windows
+from moestro.hf.text_model import DTYPES, TextModel, find_text_model
+from moestro.quality.report import Model, QualityReport, Row
+from moestro.quality.score import Tally
 from moestro.types import InputFormat
 from moestro.weights import check_input_format
 
@@ -38,17 +31,12 @@ DEFAULT_TOKENS = 32_768
 WIDEST = 32
 """The most bits of the formats that are meant by "all"."""
 
-OnWindow = Callable[[str, int, int], object]
-
 
 @dataclass(frozen=True)
 class Variant:
-    """A format to measure.
+    """A format to measure, by its name and not an alias, and how scales are chosen, None where there are none.
 
-    Attributes:
-        format: its name, not an alias.
-        search: how scales are chosen; None for a format without scales.
-        needed: whether it is an error if the format cannot store the model, and not a line in the report.
+    Where the format cannot store the model, that is an error if it is `needed`, else a line in the report.
     """
 
     format: str
@@ -75,9 +63,7 @@ def variants(
         InvalidInputError: no format, an unknown one, or an unknown search.
     """
     for search in searches:
-        if search not in SEARCHES:
-            needs = f"one of {', '.join(SEARCHES)}"
-            raise invalid_input(OPERATION, got=f"search={search!r}", needs=needs, fix="Pick one, or repeat it.")
+        MoestroConfig(search=search)  # which checks it
     named = dict.fromkeys(find_format(name).name for name in formats)
     others = [name for name, form in FORMATS.items() if form.bits <= WIDEST and name not in named]
     names = {**dict.fromkeys(named, True), **dict.fromkeys(others if all_formats else (), False)}
@@ -98,12 +84,10 @@ class Options:
 
     Attributes:
         against: the baseline's format; None for the experts as the checkpoint stores them. It is computed in float32.
-        dtype: of the variants' activations and of their other weights: "float32", "bfloat16", "float16" or "auto".
+        dtype, input_format: of the variants, as for `moestro.load`; the dtype by its name.
         device: a torch device.
         text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
         tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
-        input_format: of the variants: "float", or "int8" or "fp8-e4m3" to round what meets their weights, as in
-            `moestro.load`.
     """
 
     against: str | None = None
@@ -123,22 +107,18 @@ class Options:
             raise invalid_input(
                 OPERATION, got=f"tokens={self.tokens}", needs=needs, fix="Leave it out for the default."
             )
-        if self.against is not None:
-            find_format(self.against)
 
 
 def measure(
     model: str | Path | None,
     wanted: Sequence[Variant],
     options: Options | None = None,
-    on_window: OnWindow = lambda variant, done, total: None,
+    on_window: Callable[[str, int, int], object] = lambda variant, done, total: None,
 ) -> QualityReport:
     """Compare a model whose experts are stored in other formats with itself.
 
     Args:
-        model: a local folder, a hub id, or None for the bundled model.
-        wanted: from `variants`.
-        options: the text and the baseline.
+        model, wanted: a local folder, a hub id, or None for the bundled model; and what `variants` returned.
         on_window: called after each window with the variant's name, and windows done and in all, over all variants.
 
     Raises:
@@ -151,77 +131,60 @@ def measure(
     source = find_text_model(model)
     limit = DEFAULT_TOKENS if options.tokens is None else options.tokens or None
     corpus = read_corpus(source.tokenizer, min(source.context or CONTEXT, CONTEXT), options.text, limit)
-    baseline = _load(source, options, Variant(options.against) if options.against else None)
+    how = None if options.against is None else MoestroConfig(options.against)
+    baseline = load(source.path, how, "float32", options.device, "float")
     refused = {variant: _why_not(baseline, variant, options.input_format) for variant in wanted}
     for variant, refusal in refused.items():
         if refusal is not None and variant.needed:
             raise refusal
-    fitting = [variant for variant, refusal in refused.items() if refusal is None]
-    rows = {variant: _skipped(variant, refusal) for variant, refusal in refused.items() if refusal is not None}
-    progress = _Progress(on_window, corpus.num_windows, len(fitting))
-    for variant in fitting:
-        progress.start(variant)
-        try:
-            rows[variant] = _measure(source, options, variant, baseline, corpus, progress)
-        except MoestroError as refusal:
-            if variant.needed or len(fitting) == 1:
-                raise
-            rows[variant] = _skipped(variant, refusal)
+    own, rows, read = _stored(baseline), [], 0
+    each, num_fitting = len(corpus.windows), list(refused.values()).count(None)
+
+    def tell(variant: Variant, before: int) -> Callable[[int], object]:
+        return lambda done: on_window(variant.name, before + done, each * num_fitting)
+
+    for variant, refusal in refused.items():
+        if refusal is None:
+            try:
+                own, row = _measure(source, options, variant, baseline, corpus, tell(variant, read))
+            except MoestroError as error:
+                if variant.needed or num_fitting == 1:
+                    raise
+                refusal = error
+            read += each
+        rows.append(row if refusal is None else _skipped(variant, refusal))
+    num_experts, hidden_size, intermediate_size = _stores(baseline)[0].down.shape
+    sizes = len(_stores(baseline)), hidden_size, intermediate_size, num_experts
     return QualityReport(
-        command=" ".join(["moestro", *sys.argv[1:]]),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine={**machine.describe(), "device": options.device},
-        versions=versions(),
-        model=_describe(source, baseline),
+        **about(options.device),
+        model=Model(source.name, type(baseline).__name__, *sizes),
         text=corpus.text,
-        baseline=_stored(baseline),
-        rows=[rows[variant] for variant in wanted],
+        baseline=own,
+        rows=rows,
     )
 
 
-class _Progress:
-    """Counts windows over all variants; those of a variant that is given up count as done."""
-
-    def __init__(self, on_window: OnWindow, windows_each: int, num_variants: int) -> None:
-        self._tell, self._each, self._total = on_window, windows_each, windows_each * num_variants
-        self._name, self._started, self._done = "", 0, 0
-
-    def start(self, variant: Variant) -> None:
-        self._name, self._done = variant.name, self._each * self._started
-        self._started += 1
-        self._tell(self._name, self._done, self._total)
-
-    def advance(self) -> None:
-        self._done += 1
-        self._tell(self._name, self._done, self._total)
-
-
 def _measure(
-    source: TextSource, options: Options, variant: Variant, baseline: Any, corpus: Corpus, progress: _Progress
-) -> Row:
+    source: TextModel,
+    options: Options,
+    variant: Variant,
+    baseline: Any,
+    corpus: Corpus,
+    tell: Callable[[int], object],
+) -> tuple[Row, Row]:
+    """The rows of the baseline and of a variant; `tell` is called with the number of windows that both have read."""
+    tell(0)
     start = time.perf_counter()
-    model = _load(source, options, variant, options.dtype, options.input_format)
+    how = MoestroConfig(variant.format, variant.search or "nearest")
+    model = load(source.path, how, options.dtype, options.device, options.input_format)
     pair = SideBySide(model, baseline)
     tally = Tally(pair.paths)
-    for document in corpus.documents:
-        for window in windows(document.numel(), corpus.text.context):
-            pair.read(document, window, tally)
-            progress.advance()
-    change = tally.change(corpus.text.num_bytes)
-    seconds = time.perf_counter() - start
-    return Row(variant.format, variant.search, "ok", None, _stored(model, variant.search), change, seconds)
-
-
-def _load(
-    source: TextSource,
-    options: Options,
-    variant: Variant | None,
-    dtype: str = "float32",
-    input_format: InputFormat = "float",
-) -> Any:
-    """The model with its experts as the variant says, or as the checkpoint has them."""
-    how = None if variant is None else MoestroConfig(variant.format, variant.search or "nearest")
-    return load(source.path, how, dtype, options.device, input_format)
+    for done, window in enumerate(corpus.windows, 1):
+        pair.read(*window, tally)
+        tell(done)
+    row = replace(_stored(model), format=variant.format, search=variant.search)
+    own, row = tally.rows(_stored(baseline), row, corpus.text.num_bytes)
+    return own, replace(row, seconds=time.perf_counter() - start)
 
 
 def _stores(model: Any) -> list[ExpertStore]:
@@ -247,20 +210,14 @@ def _skipped(variant: Variant, refusal: MoestroError) -> Row:
     return Row(variant.format, variant.search, "skipped", reason.replace(f" for format {variant.format}", ""))
 
 
-def _stored(model: Any, search: str | None = None) -> Stored:
+def _stored(model: Any) -> Row:
+    """How a model stores its experts."""
     kept = [projection for store in _stores(model) for projection in (store.gate_up, store.down)]
     nbytes = sum(projection.nbytes for projection in kept)
-    return Stored(
+    return Row(
         format=" and ".join(dict.fromkeys(projection.format.name for projection in kept)),
-        search=search,
         dtype=str(model.dtype).removeprefix("torch."),
         input_format=_stores(model)[0].input_format,
         bits_per_weight=8 * nbytes / sum(math.prod(projection.shape) for projection in kept),
         expert_bytes=nbytes,
     )
-
-
-def _describe(source: TextSource, baseline: Any) -> Model:
-    stores = _stores(baseline)
-    num_experts, hidden_size, intermediate_size = stores[0].down.shape
-    return Model(source.name, type(baseline).__name__, len(stores), hidden_size, intermediate_size, num_experts)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moestro.hf.serving import Found, find
+from moestro.hf.serving import find
 from moestro.ops.dispatch import Operation, Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP, run
-from moestro.quality.score import Tally, Window, score
+from moestro.quality.score import Tally, score
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
-
-Tap = Callable[[Tensor, Routing, ExpertWeights, Tensor], object]
-"""Sees each expert_mlp of a forward pass: x [T, H], routing, weights, and the output [T, H]."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    layer: int
-    dtype: torch.dtype
-    routing: Routing
-    weights: ExpertWeights
 
 
 class SideBySide:
@@ -45,70 +33,42 @@ class SideBySide:
         self.paths = tuple(layer.path for layer in self._layers[id(baseline)])
 
     @torch.inference_mode()
-    def read(self, document: Tensor, window: Window, tally: Tally) -> None:
-        """Add a window of a document's tokens [T] to a tally.
+    def read(self, ids: Tensor, targets: Tensor, tally: Tally) -> None:
+        """Add tokens [T], and those that the last of them predict, to a tally.
 
         Raises:
             InvalidInputError: logits that are not finite.
         """
-        device = self._baseline.device
-        ids = document[window.start : window.stop].to(device)[None]
-        targets = document[window.start + window.skip + 1 : window.stop + 1].to(device)
-        calls: list[_Call] = []
-        logits = self._logits(
-            self._model,
-            ids,
-            lambda layer, x, routing, weights, y: calls.append(_Call(layer, x.dtype, routing, weights)),
-        )[window.skip :]
-        left = iter(calls)
+        ids, targets = (tokens.to(self._baseline.device) for tokens in (ids, targets))
+        calls: list[tuple[int, torch.dtype, Routing, ExpertWeights]] = []
+
+        def note(layer: int, x: Tensor, routing: Routing, weights: ExpertWeights, y: Tensor) -> None:
+            calls.append((layer, x.dtype, routing, weights))
 
         def compare(layer: int, x: Tensor, routing: Routing, weights: ExpertWeights, y: Tensor) -> None:
-            call = next(left)
-            assert call.layer == layer
-            tally.add_outputs(layer, run(x.to(call.dtype), routing, call.weights), y)
-            tally.add_routing(layer, call.routing.expert_ids, routing.expert_ids)
+            noted, dtype, own_routing, own_weights = calls.pop(0)
+            assert noted == layer
+            outputs = run(x.to(dtype), routing, own_weights), y
+            tally.add_layer(layer, outputs, (own_routing.expert_ids, routing.expert_ids))
 
-        baseline_logits = self._logits(self._baseline, ids, compare)[window.skip :]
-        tally.add_scores(score(logits, baseline_logits, targets))
+        pairs = ((self._model, note), (self._baseline, compare))
+        own, theirs = (self._logits(model, ids[None], see)[-targets.numel() :] for model, see in pairs)
+        tally.scores.append(score(own, theirs, targets))
 
-    def _logits(self, model: Any, ids: Tensor, see: Callable[..., object]) -> Tensor:
-        """[T, vocabulary]; `see` is called with a layer's number and what a `Tap` is called with."""
+    def _logits(self, model: Any, ids: Tensor, see: Callable[..., None]) -> Tensor:
+        """[T, vocabulary]; `see` is called with each layer's number, x [T, H], routing, weights, and output [T, H]."""
         current = 0
-
-        def tap(x: Tensor, routing: Routing, weights: ExpertWeights, y: Tensor) -> None:
-            see(current, x, routing, weights, y)
 
         def enter(layer: int) -> None:
             nonlocal current
             current = layer
 
-        with _entered(self._layers[id(model)], enter), _tapped(tap):
+        def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+            if operation is EXPERT_MLP:
+                see(current, *arguments[:3], result)
+
+        with ExitStack() as hooks, observed(tell):
+            for number, layer in enumerate(self._layers[id(model)]):
+                hooks.enter_context(layer.module.register_forward_pre_hook(lambda *_, number=number: enter(number)))
             found: Tensor = model(input_ids=ids, use_cache=False).logits[0]
         return found
-
-
-@contextmanager
-def _entered(layers: list[Found], enter: Callable[[int], None]) -> Iterator[None]:
-    """Say which layer runs."""
-    hooks = [
-        layer.module.register_forward_pre_hook(lambda *_, number=number: enter(number))
-        for number, layer in enumerate(layers)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _tapped(tap: Tap) -> Iterator[None]:
-    """Show a tap every expert_mlp inside the block; those that it runs itself are not shown."""
-
-    def see(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
-        if operation is EXPERT_MLP:
-            x, routing, weights, _ = arguments
-            tap(x, routing, weights, result)
-
-    with observed(see):
-        yield

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moestro.checkpoint import open_checkpoint
-from moestro.errors import MoestroError, invalid_input
+from moestro.errors import invalid_input
 from moestro.hf.config import QUANTIZED, MoestroConfig
 from moestro.hf.loading import load
-from moestro.hf.models import explained, find_device, find_model, fitting, out_of_memory, read_config
+from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.serving import Served, accelerate, adapter_of, find, served
 from moestro.machine import available_bytes
 from moestro.ops.expert_mlp.tuning import parse_strategy
@@ -38,83 +38,46 @@ class TextModel:
 
     Attributes:
         name: the folder or hub id it came from, or "bundled".
-        model: a Transformers model whose expert layers moestro serves.
+        path: that folder or id.
+        config: of Transformers, as it is stored there.
         tokenizer: its tokenizer.
-        served: those layers.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any
-    served: tuple[Served, ...]
-
-    @property
-    def context(self) -> int | None:
-        """The most tokens the model was made for, prompt included, if its configuration says."""
-        return _context(self.model.config)
-
-
-def _context(config: Any) -> int | None:
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None
-
-
-def bundled_folder() -> Path:
-    """Where the package keeps its own model.
-
-    Raises:
-        InvalidInputError: this installation has none.
-    """
-    folder = Path(__file__).parent.parent / "bundled"
-    if not (folder / "config.json").is_file():
-        raise invalid_input(
-            OPERATION,
-            got="an installation without the bundled model",
-            needs=f"a model in {folder}",
-            fix="Reinstall moestro, or name a model.",
-        )
-    return folder
-
-
-@dataclass(frozen=True, eq=False)
-class TextSource:
-    """A language model whose weights have not been read.
-
-    Attributes:
-        name: as in `TextModel`.
-        path: the folder, or the hub id.
-        config: of Transformers.
-        tokenizer: its tokenizer.
-        skeleton: the model, made of empty parameters.
+        model: a Transformers model whose expert layers moestro serves; before weights were read, of empty parameters.
     """
 
     name: str
     path: str
     config: Any
     tokenizer: Any
-    skeleton: Any
+    model: Any
 
     @property
     def context(self) -> int | None:
-        """As in `TextModel`."""
-        return _context(self.config)
+        """The most tokens the model was made for, prompt included, if its configuration says."""
+        length = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+    @cached_property
+    def served(self) -> tuple[Served, ...]:
+        """The expert layers that moestro serves."""
+        return tuple(served(self.model))
 
 
-def find_text_model(model: str | Path | None = None) -> TextSource:
-    """Find a Mixture-of-Experts language model and its tokenizer, and refuse one that could not be served.
+def bundled_folder() -> Path:
+    """Where the package keeps its own model."""
+    return Path(__file__).parent.parent / "bundled"
 
-    Args:
-        model: a local folder, a hub id, or None for the bundled model.
 
-    Raises:
-        InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, no tokenizer.
-        UnsupportedError: a dense model, or one with expert layers that cannot be served.
-    """
+def find_text_model(model: str | Path | None = None) -> TextModel:
+    """The model that `load_text_model` would load, without its weights; it refuses what cannot be served."""
     source = str(bundled_folder() if model is None else find_model(str(model), OPERATION))
     stored = open_checkpoint(Path(source)) if any(Path(source).glob("*.safetensors")) else None
     config = read_config(source, OPERATION, stored)
-    skeleton = _refuse_early(source, config)
-    return TextSource(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
+    fix = "Use moestro.accelerate(model) on other kinds."
+    with explained(OPERATION, source, "a causal language model", fix), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    if not any(adapter_of(module) is not None for module in skeleton.modules()):
+        accelerate(skeleton)  # which says why not
+    return TextModel(BUNDLED if model is None else str(model), source, config, _tokenizer(source), skeleton)
 
 
 def load_text_model(
@@ -161,7 +124,7 @@ def load_text_model(
     accelerate(loaded, strategy, projections=how.projections)
     with room():
         loaded = loaded.to(target).eval()
-    return TextModel(found.name, loaded, found.tokenizer, tuple(served(loaded)))
+    return replace(found, model=loaded)
 
 
 @contextmanager
@@ -184,54 +147,35 @@ def quiet_transformers(progress: bool = False) -> Iterator[None]:
 
 def _weights(source: str, config: Any, dtype: str) -> Any:
     """The model; Transformers itself would fill weights that the files lack with random numbers."""
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True
-        )
-    except RuntimeError as error:
-        if out_of_memory(error):
-            raise
-        raise _unfit(source, "weights that are missing or of other shapes than its configuration says") from error
+    model, report = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise _unfit(source, f"{len(missing)} weights missing, such as {missing[0]}")
+        raise invalid_input(
+            OPERATION,
+            got=f"{source}, with {len(missing)} weights missing, such as {missing[0]}",
+            needs="every weight of the architecture",
+            fix="Download or save the model again.",
+        )
     return model
 
 
-def _unfit(source: str, problem: str) -> MoestroError:
-    needs, fix = "every weight of the architecture", "Download or save the model again."
-    return invalid_input(OPERATION, got=f"{source}, with {problem}", needs=needs, fix=fix)
+def _stays(found: TextModel, dtype: str) -> bool:
+    """Whether experts are to stay as stored: nothing else was asked for, or memory would not hold them otherwise.
 
-
-def _stays(found: TextSource, dtype: str) -> bool:
-    """Whether experts are to stay as stored: nothing else was asked for, or memory would not hold them otherwise."""
+    They can in families that say where they are, and in safetensors.
+    """
     quantization = getattr(found.config, "quantization_config", None) or {}
     if quantization:
         return quantization.get("quant_method") in QUANTIZED and not quantization.get("dequantize")
-    if not _mappable(found):
+    folder = Path(found.path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        return False
+    if any(layer.adapter.projections is None for layer in find(found.model)):
         return False
     if dtype == "auto" or getattr(torch, dtype) == found.config.dtype:
         return True
-    total = sum(p.numel() for p in found.skeleton.parameters()) * getattr(torch, dtype).itemsize
+    total = sum(p.numel() for p in found.model.parameters()) * getattr(torch, dtype).itemsize
     return bool(total > available_bytes() / 2)
-
-
-def _mappable(found: TextSource) -> bool:
-    """Whether the experts can stay in their files: in families that say where, and in safetensors."""
-    folder = Path(found.path)
-    return all(layer.adapter.projections is not None for layer in find(found.skeleton)) and (
-        not folder.is_dir() or any(folder.glob("*.safetensors"))
-    )
-
-
-def _refuse_early(source: str, config: Any) -> Any:
-    """The model without weights; raises if moestro cannot serve it."""
-    fix = "Use moestro.accelerate(model) on other kinds."
-    with explained(OPERATION, source, "a causal language model", fix), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    if not any(adapter_of(module) is not None for module in skeleton.modules()):
-        accelerate(skeleton)
-    return skeleton
 
 
 def _tokenizer(source: str) -> Any:

@@ -13,12 +13,9 @@ PER_MILLE = 25
 
 
 def held_out(root: Path | None = None) -> list[str]:
-    """The held-out files of the running Python's standard library, in the order of their paths' hashes.
+    """The held-out files of a standard library, the running Python's or that in `root`, by the hashes of their paths.
 
     That order is the same everywhere and follows no folder, so that the first of them stand for all.
-
-    Args:
-        root: the folder of the standard library, if not the running Python's.
 
     Raises:
         InvalidInputError: this Python has none of them as files.

@@ -5,78 +5,91 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from moestro.bench.report import machine_line
-from moestro.quality.score import Change, Likelihood
+from moestro.bench.report import machine_line, written
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-COLUMNS = (
-    "format",
-    "scales",
-    "bits/weight",
-    "bits/byte",
-    "change",
-    "perplexity",
-    "KL mean",
-    "KL 99%",
-    "same top-1",
-    "expert error",
-    "routing changed",
-)
+_NUMBERS = {
+    "bits/weight": ("bits_per_weight", ".2f"),
+    "bits/byte": ("bits_per_byte", ".4f"),
+    "change": ("change", "+.3%"),
+    "perplexity": ("perplexity", ".3f"),
+    "KL mean": ("kl_mean", ".2e"),
+    "KL 99%": ("kl_p99", ".2e"),
+    "same top-1": ("top1_agreement", ".2%"),
+    "expert error": ("expert_error", ".3%"),
+    "routing changed": ("routing_changed", ".2%"),
+}
+"""Columns: the attribute of a row, and how it is written."""
+COLUMNS = ("format", "scales", *_NUMBERS)
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Experts as a variant stores them.
+class Layer:
+    """One expert layer against the baseline's.
 
     Attributes:
-        format: its name, or the names of both projections' formats.
-        search: how scales were chosen ("nearest", "mse"); None where there are none to choose.
-        dtype: of activations and of all other weights.
-        bits_per_weight: of the experts, scales included, biases not.
-        expert_bytes: of all of them.
-        input_format: "int8" where rows are rounded before they meet experts, else "float".
+        path: its name in the model.
+        error: L2 norm of the difference of both outputs over that of the baseline's, all tokens together, where both
+            layers are given the baseline's inputs and routing.
+        changed: share of the baseline's (token, slot) choices that the model does not make in its own forward pass.
     """
 
-    format: str
-    search: str | None
-    dtype: str
-    bits_per_weight: float
-    expert_bytes: int
-    input_format: str = "float"
+    path: str
+    error: float
+    changed: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant.
+    """One variant, or the baseline, which is compared with nothing. What was not measured is None.
 
     Attributes:
-        format, search: as they were asked for.
+        format, search: of the experts (the names of both projections' formats), and how scales were chosen ("nearest",
+            "mse"), None where there are none to choose. Of a variant as they were asked for.
         status: "ok", or "skipped" with the sentence why in `reason`; the rest is then None.
+        dtype: of activations and of all other weights.
+        input_format: "int8" or "fp8-e4m3" where rows are rounded before they meet experts, else "float".
+        bits_per_weight: of the experts, scales included, biases not.
+        expert_bytes: of all of them.
+        bits_per_byte, bits_per_token: negative log2-likelihood of the text over its bytes of UTF-8 and its tokens.
+        change: of bits_per_byte, over the baseline's.
+        perplexity: e to the mean nats a token.
+        kl_mean, kl_p99: mean and 99th percentile over tokens of KL(baseline || variant), in nats.
+        top1_agreement: share of tokens for which both models hold the same token for the likeliest.
+        expert_error, routing_changed: means over the layers.
+        layers: in the order in which they run.
         seconds: for loading and measuring, the baseline's part included.
     """
 
     format: str
-    search: str | None
-    status: Literal["ok", "skipped"]
+    search: str | None = None
+    status: Literal["ok", "skipped"] = "ok"
     reason: str | None = None
-    stored: Stored | None = None
-    change: Change | None = None
+    dtype: str | None = None
+    input_format: str | None = None
+    bits_per_weight: float | None = None
+    expert_bytes: int | None = None
+    bits_per_byte: float | None = None
+    bits_per_token: float | None = None
+    change: float | None = None
+    perplexity: float | None = None
+    kl_mean: float | None = None
+    kl_p99: float | None = None
+    top1_agreement: float | None = None
+    expert_error: float | None = None
+    routing_changed: float | None = None
+    layers: tuple[Layer, ...] | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Text:
-    """What was predicted.
+    """What was predicted: so many documents of a file, or of the "held-out standard library".
 
-    Attributes:
-        name: a file, or "held-out standard library".
-        documents: number of them.
-        num_tokens: that were predicted.
-        num_bytes: of UTF-8 that these tokens stand for.
-        context: the most tokens that a prediction looked at.
-        sha256: of the documents' bytes, one after the other.
+    `num_bytes` are those of UTF-8 that the predicted tokens stand for, `context` the most tokens that a prediction
+    looked at, and `sha256` is of the documents' bytes, one after the other.
     """
 
     name: str
@@ -101,7 +114,7 @@ class Model:
 
 @dataclass
 class QualityReport:
-    """Everything one run found; `baseline` says how the experts of the baseline are stored."""
+    """Everything one run found."""
 
     command: str
     date: str
@@ -109,84 +122,25 @@ class QualityReport:
     versions: dict[str, str]
     model: Model
     text: Text
-    baseline: Stored
+    baseline: Row
     rows: list[Row]
 
     @property
     def measured(self) -> list[Row]:
         """Rows with numbers."""
-        return [row for row in self.rows if row.change is not None]
-
-    @property
-    def baseline_likelihood(self) -> Likelihood | None:
-        """How well the baseline predicts the text; None if no variant was measured against it."""
-        return next((row.change.baseline for row in self.rows if row.change is not None), None)
+        return [row for row in self.rows if row.status == "ok"]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps; a variant's numbers stand beside its format, null where it was skipped."""
-        own = self.baseline_likelihood
-        baseline = {**asdict(self.baseline), **_likelihood(own)}
-        rows = [_row_json(row) for row in self.rows]
-        return {**asdict(self), "baseline": baseline, "rows": rows}
-
-
-def _likelihood(found: Likelihood | None) -> dict[str, float | None]:
-    names = ("bits_per_byte", "bits_per_token", "perplexity")
-    return {name: None if found is None else getattr(found, name) for name in names}
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    stored, change = row.stored, row.change
-    return {
-        "format": row.format,
-        "search": row.search,
-        "status": row.status,
-        "reason": row.reason,
-        "dtype": None if stored is None else stored.dtype,
-        "input_format": None if stored is None else stored.input_format,
-        "bits_per_weight": None if stored is None else stored.bits_per_weight,
-        "expert_bytes": None if stored is None else stored.expert_bytes,
-        **_likelihood(None if change is None else change.likelihood),
-        "kl_mean": None if change is None else change.divergence,
-        "kl_p99": None if change is None else change.divergence_p99,
-        "top1_agreement": None if change is None else change.agreement,
-        "expert_error": None if change is None else change.expert_error,
-        "routing_changed": None if change is None else change.changed_routing,
-        "layers": None if change is None else [asdict(layer) for layer in change.layers],
-        "seconds": row.seconds,
-    }
+        """Plain values for json.dumps: the attributes by name."""
+        return asdict(self)
 
 
 def cells(report: QualityReport) -> list[tuple[str, ...]]:
-    """The baseline's line and one for each measured variant, in `COLUMNS`."""
-    own = report.baseline_likelihood
-    lines = [] if own is None else [_line("baseline", report.baseline, own)]
-    return [*lines, *(found for row in report.rows if (found := _cells(row)) is not None)]
-
-
-def _line(name: str, stored: Stored, found: Likelihood) -> tuple[str, ...]:
-    start = (name, f"{stored.bits_per_weight:.2f}", f"{found.bits_per_byte:.4f}")
-    return (start[0], "", *start[1:], "", f"{found.perplexity:.3f}", *[""] * 5)
-
-
-def _cells(row: Row) -> tuple[str, ...] | None:
-    stored, change = row.stored, row.change
-    if stored is None or change is None:
-        return None
-    of = change.likelihood.nats / change.baseline.nats - 1 if change.baseline.nats else 0.0
-    return (
-        row.format,
-        row.search or "",
-        f"{stored.bits_per_weight:.2f}",
-        f"{change.likelihood.bits_per_byte:.4f}",
-        f"{of:+.3%}",
-        f"{change.likelihood.perplexity:.3f}",
-        f"{change.divergence:.2e}",
-        f"{change.divergence_p99:.2e}",
-        f"{change.agreement:.2%}",
-        f"{change.expert_error:.3%}",
-        f"{change.changed_routing:.2%}",
-    )
+    """The baseline's line and one for each measured variant, in `COLUMNS`; none where no variant was measured."""
+    if not report.measured:
+        return []
+    named = [("baseline", "", report.baseline), *((row.format, row.search or "", row) for row in report.measured)]
+    return [(format, search, *written(row, _NUMBERS.values(), none="")) for format, search, row in named]
 
 
 def reasons(report: QualityReport) -> list[str]:
@@ -200,20 +154,18 @@ def reasons(report: QualityReport) -> list[str]:
 
 def headline(report: QualityReport) -> list[str]:
     """Model, text and baseline, a line each."""
-    model, text, stored = report.model, report.text, report.baseline
+    model, text, own = report.model, report.text, report.baseline
     sizes = f"H {model.hidden_size}, I {model.intermediate_size}, E {model.num_experts}"
-    dtypes = sorted({_computed(row.stored) for row in report.measured if row.stored is not None})
+    computed = {
+        f"{r.dtype}{'' if r.input_format == 'float' else f', {r.input_format} inputs'}" for r in report.measured
+    }
     return [
         f"model: {model.name} ({model.architecture}, {model.num_layers} expert layers, {sizes})",
         f"text: {text.name}: {_count(text.num_tokens, 'token')}, {_count(text.num_bytes, 'byte')}, "
         f"{_count(text.documents, 'document')}, context {text.context:,}",
-        f"baseline: experts in {stored.format}, computed in {stored.dtype}; "
-        f"variants computed in {', '.join(dtypes) or stored.dtype}",
+        f"baseline: experts in {own.format}, computed in {own.dtype}; "
+        f"variants computed in {', '.join(sorted(computed)) or own.dtype}",
     ]
-
-
-def _computed(stored: Stored) -> str:
-    return stored.dtype if stored.input_format == "float" else f"{stored.dtype}, {stored.input_format} inputs"
 
 
 def _count(number: int, noun: str) -> str:
@@ -226,11 +178,8 @@ def table(report: QualityReport) -> Table:
 
     made = Table(padding=0)
     for name in COLUMNS:
-        made.add_column(
-            name.replace(" ", "\n").replace("/", "/\n"),
-            justify="left" if name in ("format", "scales") else "right",
-            no_wrap=True,
-        )
+        broken = name.replace(" ", "\n").replace("/", "/\n")
+        made.add_column(broken, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for line in cells(report):
         made.add_row(*line, style="bold" if line[0] == "baseline" else None, end_section=line[0] == "baseline")
     return made
@@ -247,12 +196,8 @@ def markdown(report: QualityReport) -> str:
         *(f"- {line}" for line in headline(report)),
         *(f"- {reason}" for reason in reasons(report)),
         "",
-        *markdown_table(report),
+        f"| {' | '.join(COLUMNS)} |",
+        "|---|---|" + "---:|" * len(_NUMBERS),
+        *(f"| {' | '.join(line)} |" for line in cells(report)),
     ]
     return "\n".join(lines) + "\n"
-
-
-def markdown_table(report: QualityReport) -> list[str]:
-    """The table's lines."""
-    rule = "|---|---|" + "---:|" * (len(COLUMNS) - 2)
-    return [f"| {' | '.join(COLUMNS)} |", rule, *(f"| {' | '.join(line)} |" for line in cells(report))]

@@ -7,58 +7,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moestro.errors import invalid_input
+from moestro.quality.report import Layer, Row
 from moestro.types import EMPTY
 
 CHUNK_ITEMS = 1 << 20
 """Logits that are in float64 at a time."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """A piece of a document: tokens start to stop - 1 are read, each predicts the next one.
+def windows(document: Tensor, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens to read, `context` at most, and those that the last of them predict: all but the first, each once.
 
-    Attributes:
-        start, stop: positions in the document.
-        skip: how many of its predictions are not scored, since an earlier window made them.
+    From the second window on, a predicted token has at least half of the context before it.
     """
-
-    start: int
-    stop: int
-    skip: int
-
-    @property
-    def num_scored(self) -> int:
-        return self.stop - self.start - self.skip
-
-
-def windows(num_tokens: int, context: int) -> Iterator[Window]:
-    """Windows of at most `context` tokens that score every token of a document but the first, each once.
-
-    From the second window on, a scored token has at least half of the context before it.
-    """
-    scored = 0
-    while scored < num_tokens - 1:
+    scored, last = 0, document.numel() - 1
+    while scored < last:
         start = max(scored - context // 2, 0)
-        stop = min(start + context, num_tokens - 1)
-        yield Window(start, stop, scored - start)
+        stop = min(start + context, last)
+        yield document[start:stop], document[scored + 1 : stop + 1]
         scored = stop
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """What one window says of each token, all [T] on the CPU.
+class Scores(NamedTuple):
+    """What one window says of each token, all [T] on the CPU; float64, but for `agrees`.
 
-    Attributes:
-        nats, baseline_nats: float64, negative log-likelihood of the tokens by either model.
-        divergence: float64, KL(baseline || model) of the distributions over the vocabulary, in nats.
-        agrees: bool, whether both models hold the same token for the likeliest.
+    Nats are negative log-likelihoods, the divergence is KL(baseline || model) over the vocabulary, and both models
+    agree where they hold the same token for the likeliest.
     """
 
     nats: Tensor
@@ -68,50 +49,39 @@ class Scores:
 
 
 def score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> Scores:
-    """Compare two models' predictions of the same tokens, a few rows at a time.
-
-    Args:
-        logits, baseline_logits: [T, vocabulary], any floating-point dtype, on one device.
-        targets: [T], the tokens that came.
+    """Compare two models' logits [T, vocabulary] before the same tokens [T] came, a few rows at a time.
 
     Raises:
         InvalidInputError: logits with NaN or infinity, but for the minus infinity of an impossible token.
     """
     for name, values in (("logits", logits), ("baseline logits", baseline_logits)):
-        _check_logits(name, values)
+        if bool((values.isnan() | values.isposinf()).any()) or bool(values.isneginf().all(-1).any()):
+            raise invalid_input(
+                "quality",
+                got=f"{name} with NaN or infinity",
+                needs="finite predictions",
+                fix="Compute in float32 or bfloat16, and look at the weights.",
+            )
     height = max(CHUNK_ITEMS // max(logits.shape[1], 1), 1)
-    pieces = [
-        _score(*piece)
-        for piece in zip(*(torch.split(values, height) for values in (logits, baseline_logits, targets)), strict=True)
-    ]
-    nats, baseline_nats, divergence, agrees = (torch.cat(parts).cpu() for parts in zip(*pieces, strict=True))
-    return Scores(nats, baseline_nats, divergence, agrees)
+    pieces = zip(*(torch.split(values, height) for values in (logits, baseline_logits, targets)), strict=True)
+    return _joined([_score(*piece) for piece in pieces])
 
 
-def _check_logits(name: str, logits: Tensor) -> None:
-    if bool((logits.isnan() | logits.isposinf()).any()) or bool(logits.isneginf().all(-1).any()):
-        raise invalid_input(
-            "quality",
-            got=f"{name} with NaN or infinity",
-            needs="finite predictions",
-            fix="Compute in float32 or bfloat16, and look at the weights.",
-        )
+def _joined(pieces: list[Scores]) -> Scores:
+    return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
-def _score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _score(logits: Tensor, baseline_logits: Tensor, targets: Tensor) -> Scores:
     log_q, log_p = (F.log_softmax(values.double(), -1) for values in (logits, baseline_logits))
     nats, baseline_nats = (-values.gather(1, targets[:, None])[:, 0] for values in (log_q, log_p))
     p = log_p.exp()
     divergence = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).clamp_(min=0.0)
-    return nats, baseline_nats, divergence, logits.argmax(-1) == baseline_logits.argmax(-1)
+    agrees = logits.argmax(-1) == baseline_logits.argmax(-1)
+    return Scores(*(values.cpu() for values in (nats, baseline_nats, divergence, agrees)))
 
 
 def changed_choices(expert_ids: Tensor, baseline_ids: Tensor) -> tuple[int, int]:
-    """How many of the baseline's choices another routing of the same tokens does not make, and of how many.
-
-    Args:
-        expert_ids, baseline_ids: [T, K], in any order of slots; -1 is no choice.
-    """
+    """How many of the baseline's choices [T, K] another routing of the same tokens does not make, and of how many."""
     chosen = baseline_ids != EMPTY
     missing = (baseline_ids[:, :, None] != expert_ids[:, None, :]).all(-1) & chosen
     return int(missing.sum()), int(chosen.sum())
@@ -122,133 +92,55 @@ def nearest_rank(values: Tensor, share: float) -> float:
     return float(values.sort().values[max(math.ceil(share * values.numel()) - 1, 0)])
 
 
-@dataclass(frozen=True)
-class Likelihood:
-    """How well a model predicts a text.
-
-    Attributes:
-        num_tokens: that were predicted.
-        num_bytes: of UTF-8 that these tokens stand for.
-        nats: their negative log-likelihood.
-    """
-
-    num_tokens: int
-    num_bytes: int
-    nats: float
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.num_bytes
-
-    @property
-    def bits_per_token(self) -> float:
-        return self.nats / math.log(2) / self.num_tokens
-
-    @property
-    def perplexity(self) -> float:
-        """e to the mean nats a token."""
-        return math.exp(min(self.nats / self.num_tokens, 700.0))
-
-
-@dataclass(frozen=True)
-class LayerChange:
-    """One expert layer against the baseline's.
-
-    Attributes:
-        path: its name in the model.
-        error: L2 norm of the difference of both outputs over that of the baseline's, all tokens together, where both
-            layers are given the baseline's inputs and routing.
-        changed: share of the baseline's (token, slot) choices that the model does not make in its own forward pass.
-    """
-
-    path: str
-    error: float
-    changed: float
-
-
-@dataclass(frozen=True)
-class Change:
-    """A model against its baseline.
-
-    Attributes:
-        likelihood, baseline: of the text.
-        divergence, divergence_p99: mean and 99th percentile over tokens of KL(baseline || model), in nats.
-        agreement: share of tokens for which both models hold the same token for the likeliest.
-        layers: in the order in which they run.
-    """
-
-    likelihood: Likelihood
-    baseline: Likelihood
-    divergence: float
-    divergence_p99: float
-    agreement: float
-    layers: tuple[LayerChange, ...]
-
-    @property
-    def expert_error(self) -> float:
-        """Mean over the layers."""
-        return sum(layer.error for layer in self.layers) / max(len(self.layers), 1)
-
-    @property
-    def changed_routing(self) -> float:
-        """Mean over the layers."""
-        return sum(layer.changed for layer in self.layers) / max(len(self.layers), 1)
+def likelihood(nats: Tensor, num_bytes: int) -> dict[str, Any]:
+    """How well tokens with these nats [T], which stand for so many bytes of text, are predicted; names as in `Row`."""
+    total, mean = float(nats.sum()), float(nats.mean())
+    return {
+        "bits_per_byte": total / math.log(2) / num_bytes,
+        "bits_per_token": mean / math.log(2),
+        "perplexity": math.exp(min(mean, 700.0)),
+    }
 
 
 class Tally:
-    """Gathers `Change` from one window after the other.
+    """Gathers what one window after the other says.
 
-    Args:
-        paths: names of the expert layers, in the order in which they run.
+    Attributes:
+        scores: of each window.
+        sums: [layers, 4] in float64: squares of a layer's error and of the baseline's output, and how many of the
+            baseline's choices were changed, and of how many.
     """
 
     def __init__(self, paths: tuple[str, ...]) -> None:
+        """`paths` are names of the expert layers, in the order in which they run."""
         self._paths = paths
-        self._scores: list[Scores] = []
-        self._errors = [0.0] * len(paths)
-        self._norms = [0.0] * len(paths)
-        self._changed = [0] * len(paths)
-        self._choices = [0] * len(paths)
+        self.scores: list[Scores] = []
+        self.sums = torch.zeros(len(paths), 4, dtype=torch.float64)
 
-    def add_scores(self, scores: Scores) -> None:
-        """The predictions of a window."""
-        self._scores.append(scores)
+    def add_layer(self, layer: int, outputs: tuple[Tensor, Tensor], expert_ids: tuple[Tensor, Tensor]) -> None:
+        """The model's and the baseline's outputs [T, H] for the same inputs, and choices [T, K] in their own passes."""
+        output, baseline = (values.double() for values in outputs)
+        squares = [float((output - baseline).square_().sum()), float(baseline.square().sum())]
+        self.sums[layer] += torch.tensor([*squares, *changed_choices(*expert_ids)], dtype=torch.float64)
 
-    def add_outputs(self, layer: int, output: Tensor, baseline: Tensor) -> None:
-        """A layer's outputs [T, H] for the same inputs and routing."""
-        wide = baseline.double()
-        self._errors[layer] += float((output.double() - wide).square_().sum())
-        self._norms[layer] += float(wide.square_().sum())
-
-    def add_routing(self, layer: int, expert_ids: Tensor, baseline_ids: Tensor) -> None:
-        """A layer's choices [T, K] in either model's own forward pass."""
-        changed, choices = changed_choices(expert_ids, baseline_ids)
-        self._changed[layer] += changed
-        self._choices[layer] += choices
-
-    def change(self, num_bytes: int) -> Change:
-        """All windows together.
-
-        Args:
-            num_bytes: of UTF-8 that the scored tokens stand for.
-        """
-        nats, baseline_nats, divergence, agrees = (
-            torch.cat([getattr(scores, name) for scores in self._scores])
-            for name in ("nats", "baseline_nats", "divergence", "agrees")
+    def rows(self, baseline: Row, row: Row, num_bytes: int) -> tuple[Row, Row]:
+        """The rows of the baseline and of the model, which say how experts are stored, with what all windows say."""
+        nats, baseline_nats, divergence, agrees = _joined(self.scores)
+        layers = tuple(
+            Layer(path, _ratio(error, norm) ** 0.5, changed / max(choices, 1))
+            for path, (error, norm, changed, choices) in zip(self._paths, self.sums.tolist(), strict=True)
         )
-        n = nats.numel()
-        return Change(
-            likelihood=Likelihood(n, num_bytes, float(nats.sum())),
-            baseline=Likelihood(n, num_bytes, float(baseline_nats.sum())),
-            divergence=float(divergence.mean()),
-            divergence_p99=nearest_rank(divergence, 0.99),
-            agreement=int(agrees.sum()) / n,
-            layers=tuple(
-                LayerChange(path, _ratio(error, norm) ** 0.5, changed / max(choices, 1))
-                for path, error, norm, changed, choices in zip(
-                    self._paths, self._errors, self._norms, self._changed, self._choices, strict=True
-                )
-            ),
+        total = float(baseline_nats.sum())
+        return replace(baseline, **likelihood(baseline_nats, num_bytes)), replace(
+            row,
+            **likelihood(nats, num_bytes),
+            change=float(nats.sum()) / total - 1 if total else 0.0,
+            kl_mean=float(divergence.mean()),
+            kl_p99=nearest_rank(divergence, 0.99),
+            top1_agreement=int(agrees.sum()) / nats.numel(),
+            expert_error=sum(layer.error for layer in layers) / max(len(layers), 1),
+            routing_changed=sum(layer.changed for layer in layers) / max(len(layers), 1),
+            layers=layers,
         )
 
 

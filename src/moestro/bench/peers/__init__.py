@@ -1,16 +1,13 @@
-"""What is timed: moestro as a user gets it, and what they would otherwise run.
-
-Here are the ways of Transformers and of torch. Peers from outside are in `benchmarks/peers/` of a checkout, which is no
-part of the package; `outside` finds it.
-"""
+"""What is timed: moestro as a user gets it, and the ways of Transformers and of torch; `outside` finds other peers."""
 
 from __future__ import annotations
 
+from moestro.bench.layers import DENSE
 from moestro.bench.peers import outside
 from moestro.bench.peers.ours import ours
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
 from moestro.bench.peers.transformers_experts import TRANSFORMERS
-from moestro.bench.peers.variant import DENSE, Bind, Call, Cost, Numbers, Variant
+from moestro.bench.peers.variant import Bind, Call, Cost, Numbers, Variant
 from moestro.errors import invalid_input
 
 __all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "known_peers", "named_peers", "ours"]

@@ -1,7 +1,6 @@
-"""Peers from outside PyTorch and Transformers: the folder `peers` that a checkout has under `benchmarks/`.
+"""Peers from outside PyTorch and Transformers: `benchmarks/peers` of a checkout, or of the folder that is named.
 
-It is found beside the source of the package, or in the folder that MOESTRO_BENCH_PEERS names, where
-`install_peers.py` leaves a link to `benchmarks`.
+`install_peers.py` leaves a link to `benchmarks` in the folder that it fills, and MOESTRO_BENCH_PEERS names.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import moestro
 from moestro import settings
 from moestro.bench.peers.variant import Variant
 
-CHECKOUT = Path(moestro.__file__).parents[2]
-"""Where the source of the package lies, if it is run from a checkout."""
-
+CHECKOUT = Path(moestro.__file__).parents[2]  # if the package is run from one
 PACKAGE = "peers"
-"""What a folder must hold: a Python package with `PEERS`, a sequence of `Variant`s, and a function `versions`."""
+"""A Python package with `PEERS`, a sequence of `Variant`s, and a function `versions`."""
 
 
 def missing() -> str | None:
@@ -35,14 +32,12 @@ def missing() -> str | None:
 
 def peers() -> Sequence[Variant]:
     """Those of the folder; none where there is no folder."""
-    package = _package()
-    return () if package is None else package.PEERS
+    return getattr(_package(), "PEERS", ())
 
 
 def versions() -> dict[str, str]:
     """Of the peers that are installed; nothing where there is no folder."""
-    package = _package()
-    return {} if package is None else dict(package.versions())
+    return getattr(_package(), "versions", dict)()
 
 
 def _package() -> ModuleType | None:
@@ -56,6 +51,5 @@ def _package() -> ModuleType | None:
 
 def _folder() -> Path | None:
     named = settings.bench_peers()
-    roots = [CHECKOUT, *([Path(named)] if named else [])]
-    folders = [root / "benchmarks" for root in roots]
+    folders = [root / "benchmarks" for root in (CHECKOUT, *([Path(named)] if named else []))]
     return next((folder for folder in folders if (folder / PACKAGE / "__init__.py").is_file()), None)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moestro.bench.layers import Layer, LayerSpec, active_bytes, flops, working_bytes
+from moestro.bench.layers import DENSE, Layer, LayerSpec, active_experts, dtype_name, flops, working_bytes
 from moestro.types import Routing
 
 Call = Callable[[], Tensor]
 Bind = Callable[[Tensor, Routing], Call]
 Refuses = Callable[[LayerSpec, torch.dtype], str | None]
-
-DENSE = "dense"
-"""The name of the layer's own numbers, in its own dtype."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Numbers:
 
     def name_in(self, dtype: torch.dtype) -> str:
         """The format's name in a layer of this dtype ("bfloat16" where it is the layer's own)."""
-        return str(dtype).removeprefix("torch.") if self.format == DENSE else self.format
+        return dtype_name(dtype) if self.format == DENSE else self.format
 
     def bytes_per_expert(self, layer: Layer) -> int:
         """Stored bytes that computing with one expert reads, biases and scales included."""
@@ -92,15 +89,16 @@ class Variant:
     prepare: Callable[[Layer], Bind]
     cost: Callable[[Layer, Routing], Cost]
     device: str | None = None
-    numbers: Numbers = field(default=Numbers())
-    absent: Callable[[], str | None] = field(default=lambda: None)
+    numbers: Numbers = Numbers()
+    absent: Callable[[], str | None] = lambda: None
     compiles: bool = False
 
 
 def cost(layer: Layer, routing: Routing) -> Cost:
     """Of a variant that computes each (token, expert) pair once and reads each active expert once."""
     workspace = working_bytes(layer.spec, layer.dtype, routing.expert_ids.numel())
-    return Cost(flops(layer.spec, routing), active_bytes(layer, routing), workspace)
+    nbytes = active_experts(routing.expert_ids) * layer.weights.bytes_per_expert
+    return Cost(flops(layer.spec, routing), nbytes, workspace)
 
 
 def gathering_cost(layer: Layer, routing: Routing) -> Cost:
@@ -111,7 +109,6 @@ def gathering_cost(layer: Layer, routing: Routing) -> Cost:
 
 def dense_cost(layer: Layer, routing: Routing) -> Cost:
     """Of one that computes every expert on every token."""
-    spec, rows = layer.spec, routing.num_tokens * layer.num_experts
-    workspace = rows * (2 * spec.hidden_size + 4 * spec.intermediate_size) * layer.dtype.itemsize
+    h, i, rows = layer.spec.hidden_size, layer.spec.intermediate_size, routing.num_tokens * layer.num_experts
     nbytes = layer.num_experts * layer.weights.bytes_per_expert
-    return Cost(6 * spec.hidden_size * spec.intermediate_size * rows, nbytes, workspace)
+    return Cost(6 * h * i * rows, nbytes, rows * (2 * h + 4 * i) * layer.dtype.itemsize)
