@@ -64,6 +64,7 @@ class MoestroQuantizer(HfQuantizer):
                 needs="every layer on a device: experts that stay as stored are read from their files anyway",
                 fix='Map those layers to "cpu".',
             )
+        _refuse_sharding(model)
         self._checkpoint = _open(checkpoint_files)
         if not self.source.changes_nothing:  # moestro wrote the files
             _warn_unmarked(Path(self._checkpoint.files[0]).with_name("config.json"))
@@ -158,6 +159,21 @@ class MoestroQuantizer(HfQuantizer):
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
+
+
+def _refuse_sharding(model: Any) -> None:
+    """Raise where the model is to be cut over processes: each would hold and compute all of the experts."""
+    wanted = getattr(model.config, "distributed_config", None)
+    sizes = {name: getattr(wanted, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")}
+    cut = {name: size for name, size in sizes.items() if size > 1}
+    if cut or getattr(wanted, "enable_expert_parallel", False):
+        said = ", ".join(f"{name}={size}" for name, size in cut.items()) or "enable_expert_parallel"
+        raise unsupported(
+            "load",
+            got=f"experts that stay as stored, and {said}",
+            needs="every expert in one process: stored experts are not cut over processes yet",
+            fix="Load the experts in 16 bits (no MoestroConfig), which Transformers shards; or use one process.",
+        )
 
 
 def _warn_unmarked(path: Path) -> None:
