@@ -97,6 +97,7 @@ def test_describe_is_json() -> None:
         "processor",
         "architecture",
         "features",
+        "masked_features",
         "cores",
         "threads",
         "cache_bytes",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moestro import settings
 from moestro.errors import invalid_input
@@ -18,7 +18,7 @@ from moestro.moe import MoE
 from moestro.ops.dispatch import Candidate, KernelUse, Operation, Prepared, allowed, candidates
 from moestro.ops.expert_mlp import EXPERT_MLP, expert_mlp
 from moestro.ops.grouping import GROUPING, group_by_expert
-from moestro.ops.inputs import check_call, check_tensor
+from moestro.ops.inputs import check_call, check_tensor, no_tensor
 from moestro.ops.projection import PROJECTION, projection
 from moestro.ops.topk import TOPK, topk
 from moestro.routing.scoring import Scoring
@@ -126,8 +126,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
     whole = _arguments(operation, arguments, chooser.name)
     if operation is expert_mlp:
         check_call(chooser.name, *whole[:3])
-    else:
-        check_tensor(chooser.name, next(iter(inspect.signature(operation).parameters)), whole[0])
+    elif not isinstance(whole[0], Tensor):
+        raise no_tensor(chooser.name, next(iter(inspect.signature(operation).parameters)), whole[0])
     if operation is route:
         logits, top_k, scoring, *rest = whole
         whole = (as_routed(logits), top_k, Scoring.of(scoring), *rest)

@@ -66,6 +66,8 @@ def test_every_dtype(dtype, strategy, activation, num_tokens):
 
 RUNNING = {f"cpu-{isa.name}" for isa in ISAS if isa.runs_here and isa.multiplies_floats}
 
+BFLOAT16 = {f"cpu-{isa.name}" for isa in ISAS if isa.multiplies_bfloat16}
+
 # those of Triton are interpreted, and have tests of their own at smaller sizes
 IMPLEMENTATIONS = [i.name for i in expert_mlp.EXPERT_MLP.implementations if i.name != "triton"]
 
@@ -76,7 +78,7 @@ IMPLEMENTATIONS = [i.name for i in expert_mlp.EXPERT_MLP.implementations if i.na
 def test_every_implementation_meets_the_reference(implementation, dtype, kind):
     if implementation.startswith("cpu-") and (dtype == torch.float64 or implementation not in RUNNING):
         pytest.skip("the engine computes in float32, on processors that have what it needs")
-    if implementation == "cpu-amx" and dtype != torch.bfloat16:
+    if implementation in BFLOAT16 and dtype != torch.bfloat16:
         pytest.skip("it multiplies bfloat16")
     torch.manual_seed(0)
     for num_tokens, weight_on in itertools.product((0, 1, 7, 130), ("output", "input")):

@@ -301,5 +301,5 @@ def test_what_runs_and_why():
     assert plain.chosen != "cpu-amx-int8"
     for isa in native.ISAS:
         if isa.runs_here and not isa.multiplies_int8:
-            with pytest.raises(UnsupportedError, match="rows of floats only"):
+            with pytest.raises(UnsupportedError, match="inputs of floats only"):
                 run(isa, x, routing, rounded(weights))
