@@ -125,7 +125,7 @@ const RowOps* row_ops(const Isa& isa, Input input) {
 
 int64_t fewest_tiled(const Isa& isa, const Call& call, Input input) {
     if (!isa.tiles) return INT64_MAX;
-    if (call.same_bits) return 1;
+    if (call.same_bits) return isa.tiles->are_vectors ? INT64_MAX : 1;
     return std::max(fewest_tiled(*isa.tiles, call.gate_up, input), fewest_tiled(*isa.tiles, call.down, input));
 }
 
@@ -140,7 +140,8 @@ int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_bl
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
     const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
-    const bool residual = input == Input::int8_residual && !isa.tiles;  // rows beside tiles are few
+    const bool residual =
+        input == Input::int8_residual && (!isa.tiles || isa.tiles->are_vectors);  // else such rows are few
     const int64_t h_floats = call.intermediate_size * (residual ? 3 : input == Input::floats ? 1 : 2) + 96;
     const int64_t x_floats = call.hidden_size * (residual ? 2 : 1) + 128;
     const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * x_floats);

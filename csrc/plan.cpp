@@ -95,7 +95,8 @@ int64_t workspace_bytes(const Isa& isa, const Call& call) {
     int64_t floats = x_rows * x_row + rows * (h_row + hidden + 32);
     if (int8) floats += rows * (inner + 16);
     if (isa.tiles) {
-        const int64_t tiles = rows / 16 + std::min(call.num_experts, rows);
+        const int64_t fewest = fewest_tiled(isa, call, input);
+        const int64_t tiles = fewest > rows ? 0 : rows / 16 + std::min(call.num_experts, rows / fewest);
         floats += tiles * (tile_words(hidden) + tile_words(inner));
     }
     return 4 * floats;
@@ -103,8 +104,11 @@ int64_t workspace_bytes(const Isa& isa, const Call& call) {
 
 int64_t workspace_bytes(const Isa& isa, const LinearCall& call) {
     const int64_t n = std::min(call.num_tokens, tokens_at_once(call));
-    const Layout layout(call.weights.element, call.weights.columns, isa.lanes);
-    return 4 * (takes_tiles(isa, call) ? (n + 15) / 16 * tile_words(call.weights.columns) : n * layout.stride());
+    const int64_t columns = call.weights.columns;
+    const RowOps* ops = row_ops(isa, input_of(isa, call));
+    const Layout layout(call.weights.element, columns, isa.lanes);
+    const int64_t row = ops ? round_up(ops->row_floats(call.weights.element, columns), 16) : layout.stride();
+    return 4 * (takes_tiles(isa, call) ? (n + 15) / 16 * tile_words(columns) : n * row);
 }
 
 }  // namespace moestro

@@ -50,6 +50,8 @@ struct FeatureTest {
 const FeatureTest kFeatures[] = {MOESTRO_FEATURES(MOESTRO_FEATURE)};
 #undef MOESTRO_FEATURE
 
+Features g_masked = 0;
+
 // Asked once: cpuid leaves a virtual machine, which takes microseconds.
 Features features_here() {
 #if defined(__x86_64__)
@@ -57,11 +59,9 @@ Features features_here() {
 #endif
     Features found = 0;
     for (const FeatureTest& test : kFeatures)
-        if (test.is_here()) found |= all_of({test.feature});
+        if (!(g_masked & all_of({test.feature})) && test.is_here()) found |= all_of({test.feature});
     return found;
 }
-
-Features g_masked = 0;
 
 }  // namespace
 
@@ -75,7 +75,7 @@ std::vector<std::string> names_of(Features features) {
 
 Features lacking(Features needed) {
     static const Features here = features_here();
-    return needed & ~(here & ~g_masked);
+    return needed & ~here;
 }
 
 void mask(const std::vector<std::string>& names) {

@@ -8,8 +8,8 @@
 
 namespace moestro {
 
-// An entry is FEATURE(name, name in sentences, test); names are those that Linux lists in /proc/cpuinfo, and
-// processor.cpp has the words that a test is made of.
+// An entry is FEATURE(name, name in sentences, test); names but the last are those that Linux lists in /proc/cpuinfo,
+// and processor.cpp has the words that a test is made of.
 #define MOESTRO_FEATURES(FEATURE)                                 \
     FEATURE(avx2, "AVX2", has_named("avx2"))                      \
     FEATURE(fma, "FMA", has_named("fma"))                         \

@@ -6,6 +6,8 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,30 @@ def run(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy:
     """What this instruction set computes; an error if it cannot."""
     with moestro.use(implementation=f"cpu-{isa.name}"):
         return moestro.expert_mlp(x, routing, weights, strategy)
+
+
+@contextmanager
+def default_mode() -> Iterator[None]:
+    """PyTorch's default mode inside, where the number of rows may decide what multiplies them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def check_tiles(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
+    """What a set that multiplies bfloat16 computes, in the deterministic mode; in both modes close to the reference.
+
+    Without a unit for tiles they are taken in the default mode only.
+    """
+    y, expected = run(isa, x, routing, weights, strategy), reference.expert_mlp(x, routing, weights)
+    assert y.dtype == torch.bfloat16
+    assert_close(y, expected, torch.bfloat16)
+    with default_mode():
+        assert_close(run(isa, x, routing, weights, strategy), expected, torch.bfloat16)
+    return y
 
 
 def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:

@@ -53,7 +53,13 @@ def stack_at_the_edge(stored: PackedTensor) -> PackedTensor:
 def main() -> None:
     assert native.module is not None
     for name in STORED:
-        for num_tokens, dtype in ((1, torch.float32), (40, torch.bfloat16), (3, torch.float16)):
+        for num_tokens, dtype in (
+            (1, torch.float32),
+            (40, torch.bfloat16),
+            (3, torch.float16),
+            (5, torch.bfloat16),
+            (150, torch.bfloat16),
+        ):
             torch.manual_seed(0)
             sizes = sizes_for(name, num_tokens=num_tokens)
             plain = problems.weights(sizes, GPT_OSS_SWIGLU, torch.float32, bias=True)
@@ -71,7 +77,8 @@ def main() -> None:
                 for isa in ROUNDING:
                     edge = run(isa, at_the_edge(x), routed, replace(weights, input_format="int8"))
                     assert bit_equal(edge, run(isa, x, routing, replace(plain, input_format="int8"))), (isa.name, name)
-            for isa in RUNNING + (TILED if name == "bfloat16" and dtype == torch.bfloat16 else []):
+            tiled = dtype == torch.bfloat16 and name not in ("float32", "float16")
+            for isa in RUNNING + (TILED if tiled else []):
                 edge = run(isa, at_the_edge(x), routed, weights)
                 assert bit_equal(edge, run(isa, x, routing, plain)), (isa.name, name)
     print("whole")

@@ -216,7 +216,9 @@ class Report:
 
 def _is_here(device: str) -> bool:
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
+        found = torch.device(device)
+    except RuntimeError:
         return False
-    return True
+    if found.type == "cpu":
+        return True
+    return torch.accelerator.is_available() and (found.index or 0) < torch.accelerator.device_count()

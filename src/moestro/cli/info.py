@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 from dataclasses import asdict
@@ -42,7 +41,7 @@ def collect(measure: bool) -> dict[str, Any]:
 
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     versions = {"moestro": moestro.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    others = {name: metadata.version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    others = {name: _version(name) for name in PACKAGES}
     roofs = {name: asdict(machine.measure(getattr(torch, name))) for name in MEASURED} if measure else None
     return {
         "versions": versions | others,
@@ -53,6 +52,13 @@ def collect(measure: bool) -> dict[str, Any]:
         "peaks": machine.peaks() if measure else None,
         "gpu_rates": [{**machine.bandwidths(d), **machine.matrix_rates(d)} for d in gpus] if measure else None,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
