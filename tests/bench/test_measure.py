@@ -342,6 +342,7 @@ def test_json_schema(tiny, known_roof: Roof) -> None:
         ({"layers": ()}, "got 0 layers"),
         ({"dtypes": (torch.int8,)}, "got dtype torch.int8; needs float32, bfloat16 or float16"),
         ({"device": "abacus"}, "got device 'abacus'; needs a torch device of this machine"),
+        ({"device": "meta"}, "got device 'meta'; needs a torch device of this machine"),
     ],
 )
 def test_bad_plans(tiny, change: dict, sentence: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_text() -> None:
         "moestro info --measure",
     ):
         assert part in text
+
+
+def test_a_package_whose_module_belongs_to_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytorch-triton brings the module triton."""
+    version = metadata.version
+
+    def missing(name: str) -> str:
+        if name == "triton":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert json.loads(run("--json").stdout)["versions"]["triton"] is None
 
 
 def test_a_gpu_is_described_and_its_rates_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
