@@ -16,6 +16,7 @@ from moestro.ops import gpu_checks, topk
 from moestro.ops.grouping import triton as grouping
 from moestro.routing import GroupLimit, Scoring, route
 
+from . import ordered
 from .compiled import ARCHITECTURES, Compiled, compiling, device, measured, taken_for_a_gpu
 
 ROUTERS = (
@@ -42,7 +43,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls that launch every kernel, and their names."""
     for num_pairs, num_experts in ((8, 8), (512, 128), (1 << 17, 128), (1 << 15, 1000), (4096, 2048)):
         ids, name = torch.zeros(num_pairs, 1, dtype=torch.long), f"TK={num_pairs} E={num_experts}"
-        yield name, partial(grouping.group_rows, ids, num_experts, 64)
+        yield name, partial(ordered.rows, ids, num_experts, 64)
         yield name, partial(grouping.group_by_expert, ids, num_experts)
         yield name, partial(grouping.block_schedule, ids, num_experts, 64)
     for dtype, num_experts, k in ((torch.float32, 128, 8), (torch.bfloat16, 128, 8), (torch.float32, 4096, 64)):

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ def missing() -> str | None:
     except ImportError as error:
         return f"Triton is not there ({error}): pip install triton"
     return None
+
+
+@functools.cache
+def kernels(package: str) -> ModuleType:
+    """Device code of a package; importing it imports Triton."""
+    return importlib.import_module(f"{package}.triton_kernels")
 
 
 @functools.cache

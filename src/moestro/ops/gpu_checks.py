@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-
 from torch import Tensor
 
 from moestro.ops import gpu
@@ -14,11 +10,6 @@ ASSERTING = (("debug", True), ("sanitize_overflow", False))
 """Options of a launch that keep a kernel's assertions on values, and add none on integers."""
 
 _TILE = 512
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("moestro.ops.triton_kernels")
 
 
 def check(expert_ids: Tensor, routing_weights: Tensor | None, num_experts: int) -> bool:
@@ -38,6 +29,6 @@ def launch(ids: Tensor, weights: Tensor | None, num_experts: int) -> None:
     """`check` of contiguous tensors where kernels run."""
     if ids.numel():
         values = (("HAS_WEIGHTS", weights is not None), ("TILE", _TILE))
-        call = gpu.kept(_kernels().check_kernel, values, ASSERTING, gpu.aligned(ids, weights))
+        call = gpu.kept(gpu.kernels(__package__).check_kernel, values, ASSERTING, gpu.aligned(ids, weights))
         with gpu.on(ids):
             call(-(-ids.numel() // _TILE), ids, weights, ids.numel(), num_experts)

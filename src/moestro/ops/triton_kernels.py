@@ -1,4 +1,4 @@
-"""Device code that several operations share: values of a routing, asserted where they lie."""
+"""Device code that several operations share."""
 
 import triton
 import triton.language as tl
@@ -16,3 +16,13 @@ def check_kernel(ids, weights, num_slots, num_experts, HAS_WEIGHTS: tl.constexpr
         weight = tl.load(weights + place, mask=inside, other=0.0)
         finite = (tl.abs(weight) < float("inf")) | (expert == -1)
         tl.device_assert(finite, "[moestro] routing_weights must be finite", mask=inside)
+
+
+@triton.jit
+def tanh(z):
+    """Hyperbolic tangent; near 0 by its series, where the quotient would cancel."""
+    e = tl.exp(-2.0 * tl.abs(z))
+    far = (1.0 - e) / (1.0 + e)
+    s = z * z
+    near = z * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
+    return tl.where(tl.abs(z) < 0.25, near, tl.where(z < 0, -far, far))

@@ -6,10 +6,7 @@ scores that round to the same number are tied, the two may choose differently.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Hashable
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,11 +24,6 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "sparsemixer": 3}
 _NO_GROUPS = (1, 1, 1, 0.0)
 
 _Groups = tuple[int, int, int, float]
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("moestro.routing.triton_kernels")
 
 
 def prepare(
@@ -109,7 +101,7 @@ def _launch(
     `given` is what Triton would look for in the tensors: of logits, correction (None without) and logits' stride.
     """
     fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, given[1] is not None)
-    call = gpu.kept(_kernels().route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
+    call = gpu.kept(gpu.kernels(__package__).route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
     return call, block_t, _numbers(scoring, limits[3])
 
 

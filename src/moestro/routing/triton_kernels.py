@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moestro.ops.topk.triton_kernels import LEAST_64, MINUS_INFINITY, pack_32, take
+from moestro.ops.triton_kernels import tanh
 
 SOFTMAX = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
@@ -14,16 +15,6 @@ LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 LOW = tl.constexpr(-1e30)
 UNDERFLOW = tl.constexpr(-88.72283)
 """Below it 1 + exp(-z) overflows, and the sigmoid is 0 as it is for PyTorch."""
-
-
-@triton.jit
-def _tanh(x):
-    """By its series near 0, where 1 - exp would lose digits."""
-    square = x * x
-    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    e = tl.exp(-2 * tl.abs(x))
-    far = (1 - e) / (1 + e)
-    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -110,7 +101,7 @@ def _prepare(raw, scale, cap, valid, HAS_CAP: tl.constexpr, TAKES_INFINITY: tl.c
         tl.device_assert(raw < float("inf"), "[route] logits must not be NaN or +inf", mask=valid)
     z = raw * scale
     if HAS_CAP:
-        z = cap * _tanh(z / cap)
+        z = cap * tanh(z / cap)
     masked = raw == -float("inf")
     return tl.where(masked, LEAST_FLOAT, z), masked
 

@@ -38,7 +38,7 @@ def _launches() -> ModuleType:
 
 def _has_activation(kind: str) -> bool:
     """Whether kernels compute it, for code that a tracer follows."""
-    return kind in importlib.import_module("moestro.ops.expert_mlp.triton_kernels").KINDS
+    return kind in gpu.kernels(__package__).KINDS
 
 
 setattr(_has_activation, "_dynamo_marked_constant", True)  # noqa: B010  (as in `moestro.ops.gpu`)

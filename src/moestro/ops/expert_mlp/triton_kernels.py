@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moestro.ops.triton_kernels import tanh
 from moestro.ops.triton_weights import (
     add_product,
     add_rounded_product,
@@ -33,7 +34,7 @@ DTYPES = {
 
 
 class Rows(NamedTuple):
-    """Which rows make up a block: those of `moestro.ops.grouping.triton.Rows`, or one pair each where `pairs` is None.
+    """Which rows make up a block: those of `moestro.ops.grouping.triton.sizes`, or a pair each where `pairs` is None.
 
     Attributes:
         ids: [T * K] expert of each pair; none where it lies outside 0..E-1.
@@ -196,16 +197,6 @@ def sigmoid(z):
     """1 / (1 + exp(-z)), whose exponential never overflows."""
     e = tl.exp(-tl.abs(z))
     return tl.where(z < 0, e, 1.0) / (1.0 + e)
-
-
-@triton.jit
-def tanh(z):
-    """Hyperbolic tangent; near 0 by its series, where the quotient would cancel."""
-    e = tl.exp(-2.0 * tl.abs(z))
-    far = (1.0 - e) / (1.0 + e)
-    s = z * z
-    near = z * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
-    return tl.where(tl.abs(z) < 0.25, near, tl.where(z < 0, -far, far))
 
 
 KINDS = ("silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity")

@@ -39,7 +39,7 @@ class Work:
         gate_up, down: the arguments of these two that describe weights.
         roundings: how the rows that meet gate_up and down are rounded; empty where they are floats.
         spaces: numbers and dtype of each workspace: what stands between the products, the pieces of the sums, the
-            fields of `grouping.triton.Rows` where rows are ordered, codes and scales where they are rounded.
+            tensors of `grouping.triton.sizes` where rows are ordered, codes and scales where they are rounded.
     """
 
     tokens: tuple[int, int, int]

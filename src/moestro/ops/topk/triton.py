@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Hashable
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -22,11 +19,6 @@ _BITS = {
     torch.float16: (torch.int16, 0x7C00),
 }
 """For each dtype of scores: integers of its width, and the bits of infinity."""
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module("moestro.ops.topk.triton_kernels")
 
 
 def prepare(scores: Tensor, k: int) -> Prepared | str:
@@ -82,4 +74,4 @@ def _launch(num_experts: int, k: int, dtype: torch.dtype, given: tuple[Hashable,
         ("BLOCK_E", block_e),
         ("BLOCK_K", tuning.power_of_two(k)),
     )
-    return gpu.kept(_kernels().topk_kernel, values, (("num_warps", warps), *ASSERTING), given), block_t
+    return gpu.kept(gpu.kernels(__package__).topk_kernel, values, (("num_warps", warps), *ASSERTING), given), block_t
