@@ -120,18 +120,9 @@ def _choice(ranked, masked, correction, e, routed, HAS_CORRECTION: tl.constexpr)
 
 @triton.jit
 def _pick(
-    words,
-    ranked,
-    z,
-    e,
-    k,
-    valid,
-    tolerance,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
+    words, ranked, z, e, k, valid, tolerance,
+    E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
     """Slots [T, K]: experts in falling order of words (-1 where the choice is -inf) and then the shared ones."""
     ids = tl.zeros([words.shape[0], k.shape[1]], tl.int64)
     weights = tl.zeros([words.shape[0], k.shape[1]], tl.float32)
@@ -155,37 +146,13 @@ def _pick(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits,
-    correction,
-    ids,
-    weights,
-    num_tokens,
-    stride,
-    logit_scale,
-    cap,
-    tolerance,
-    excluded,
-    power,
-    epsilon,
-    floor,
-    scale,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    SCORE: tl.constexpr,
-    ON_LOGITS: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    TAKES_INFINITY: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    logits, correction, ids, weights, num_tokens, stride,
+    logit_scale, cap, tolerance, excluded, power, epsilon, floor, scale,
+    E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr,
+    NORM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CORRECTION: tl.constexpr, TAKES_INFINITY: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens. GROUPS groups of experts lie BLOCK_G columns apart; SHARED logits follow the E ranked."""
     SIZE: tl.constexpr = E // GROUPS if GROUPS > 1 else E + SHARED
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -134,24 +134,9 @@ def upright(acc, SWAP: tl.constexpr):
 
 @triton.jit
 def product(
-    rows_at,
-    scales,
-    scale_rows,
-    live,
-    w,
-    map,
-    expert,
-    first,
-    columns,
-    K,
-    k_from,
-    k_to,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SWAP: tl.constexpr,
-):
+    rows_at, scales, scale_rows, live, w, map, expert, first, columns, K, k_from, k_to,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
     """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
 
     Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
@@ -245,21 +230,10 @@ def with_bias(acc, bias, bias_stride, expert, columns, inside):
 
 @triton.jit
 def between(
-    acc,
-    bias,
-    bias_stride,
-    expert,
-    first,
-    I,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-):
+    acc, bias, bias_stride, expert, first, I,
+    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+):  # fmt: skip
     """Sums [BM, BN] of gate_up -> [BM, BN / 2] (gated) or [BM, BN]: bias, clamp and activation."""
     if GATED:
         g, u = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
@@ -300,24 +274,9 @@ def gate_up_kernel(
             columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
             rows_at = x + pairs // rows.top_k * x_stride
             acc = product(
-                rows_at,
-                scales,
-                pairs // rows.top_k,
-                live,
-                w,
-                map,
-                expert,
-                first,
-                columns,
-                H,
-                0,
-                H,
-                BM,
-                BN,
-                BK,
-                DTYPE,
-                SWAP,
-            )
+                rows_at, scales, pairs // rows.top_k, live, w, map, expert, first, columns,
+                H, 0, H, BM, BN, BK, DTYPE, SWAP,
+            )  # fmt: skip
             if WEIGHTED:
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
             h = between(
@@ -350,24 +309,9 @@ def down_kernel(
             k_from = piece * piece_size
             k_to = tl.minimum(k_from + piece_size, I)
             acc = product(
-                rows_at,
-                scales,
-                start + tl.arange(0, BM),
-                live,
-                w,
-                map,
-                expert,
-                first,
-                columns,
-                I,
-                k_from,
-                k_to,
-                BM,
-                BN,
-                BK,
-                DTYPE,
-                SWAP,
-            )
+                rows_at, scales, start + tl.arange(0, BM), live, w, map, expert, first, columns,
+                I, k_from, k_to, BM, BN, BK, DTYPE, SWAP,
+            )  # fmt: skip
             if piece == 0:
                 acc = with_bias(acc, bias, bias_stride, expert, columns, inside)
             if WEIGHTED:

@@ -46,19 +46,9 @@ def _fill(out, first, count, value, step, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_bound"])  # one compilation for all of them
 def rows_kernel(
-    ids,
-    pairs,
-    offsets,
-    block_expert,
-    block_start,
-    num_blocks,
-    num_pairs,
-    num_experts,
-    block_bound,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ids, pairs, offsets, block_expert, block_start, num_blocks, num_pairs, num_experts, block_bound,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program e: the rows and the blocks of expert e; the last expert's also what lies behind them all.
 
     BINS is a power of two above num_experts.
@@ -82,17 +72,9 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["top_k", "num_pairs", "num_experts"])
 def order_kernel(
-    ids,
-    token_ids,
-    slots,
-    offsets,
-    inverse,
-    top_k,
-    num_pairs,
-    num_experts,
-    BINS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ids, token_ids, slots, offsets, inverse, top_k, num_pairs, num_experts,
+    BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program e: the rows of expert e, or, e being num_experts, of the empty slots, which stand last."""
     e = tl.program_id(0)
     offset, _, count = _begin(ids, e, num_pairs, num_experts, 1, BINS, TILE)
@@ -107,18 +89,9 @@ def order_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_bound", "BLOCK"])
 def schedule_kernel(
-    ids,
-    block_experts,
-    pair_ids,
-    scatter_index,
-    counts,
-    num_pairs,
-    num_experts,
-    block_bound,
-    BLOCK,
-    BINS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ids, block_experts, pair_ids, scatter_index, counts, num_pairs, num_experts, block_bound, BLOCK,
+    BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program e: the blocks of expert e, or, e being num_experts, those that nobody needs."""
     e = tl.program_id(0)
     _, first, count = _begin(ids, e, num_pairs, num_experts, BLOCK, BINS, TILE)
@@ -165,23 +138,10 @@ def _sums(counts, c, chunks, BINS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "block_bound", "chunk", "chunks"])
 def place_kernel(
-    ids,
-    counts,
-    pairs,
-    offsets,
-    block_expert,
-    block_start,
-    num_blocks,
-    num_pairs,
-    num_experts,
-    block_bound,
-    chunk,
-    chunks,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    ids, counts, pairs, offsets, block_expert, block_start, num_blocks,
+    num_pairs, num_experts, block_bound, chunk, chunks,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Program c: the rows of chunk c, and the blocks of every expert that leaves c when divided by the chunks."""
     c = tl.program_id(0)
     bins = tl.arange(0, BINS)

@@ -38,18 +38,10 @@ def take(words, LEAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
-    bits,
-    indices,
-    num_tokens,
-    stride,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    INFINITY: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    bits, indices, num_tokens, stride,
+    E: tl.constexpr, TOP_K: tl.constexpr, WIDE: tl.constexpr, INFINITY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens: the indices of each one's TOP_K largest scores, which are given as integers.
 
     WIDE: scores of 32 bits, else of 16. INFINITY: the bits of infinity; larger magnitudes are NaN.
