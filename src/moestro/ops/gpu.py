@@ -167,10 +167,8 @@ class Launch:
     Triton's own launch looks at every argument anew. What it would look for must not change then: whether pointers are
     multiples of 16, and which of the integers it specialises on are 1 or multiples of 16.
 
-    Args:
-        kernel: of `triton.jit`, whose compile-time parameters stand last.
-        values: all of these by name, in order.
-        resources: `num_warps`, `num_stages`, and other options of a launch.
+    The compile-time parameters of `kernel` stand last; `values` are all of them by name, `resources` the options of a
+    launch.
     """
 
     def __init__(self, kernel: Any, values: dict[str, Any], resources: dict[str, Any]) -> None:

@@ -16,17 +16,9 @@ _CODES = {"int8": torch.int8, "fp8-e4m3": torch.uint8}
 
 
 class Rounding:
-    """How a layer's rows of `size` columns are rounded: codes [R, size] and float32 scales [R, ceil(size / columns)].
+    """How rows of `size` columns are rounded: codes [R, size] and float32 scales [R, count], `columns` sharing one.
 
-    Args:
-        to: the input format.
-        size: columns of a row.
-        columns: those that share a scale; 0 for all.
-
-    Attributes:
-        size: columns of a row.
-        count: scales of a row.
-        launch: of a program for each row.
+    0 `columns` are all of a row. `launch` has a program for each row.
     """
 
     def __init__(self, to: InputFormat, size: int, columns: int) -> None:

@@ -7,6 +7,7 @@ same number are tied, the two may choose differently.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,12 +29,7 @@ def prepare(
     correction: Tensor | None,
     groups: GroupLimit | None,
 ) -> Prepared | str:
-    """The call, or the reason why the engine has none.
-
-    Args:
-        plain: `route` in plain PyTorch, for values that the engine leaves to it: masked experts, and NaN.
-        logits, top_k, scoring, correction, groups: as for `moestro.routing.route`.
-    """
+    """The call, or the reason why the engine has none; it leaves some values to `plain`: masked experts, and NaN."""
     reason = why_unsupported(logits, scoring, correction)
     if reason is not None:
         return reason
@@ -67,12 +63,8 @@ def why_unsupported(logits: Tensor, scoring: Scoring, correction: Tensor | None)
         return f"it computes in float32, and logits are of {logits.dtype}"
     if scoring.score not in native.SCORES:
         return f"it has no score {scoring.score!r}"
-    for name, has in (
-        ("a soft-cap", scoring.logit_softcap is not None),
-        ("shared experts", scoring.shared_experts > 0),
-    ):
-        if has:
-            return f"it knows no scoring with {name}"
+    if scoring.logit_softcap is not None or scoring.shared_experts:
+        return f"it knows no scoring with {'shared experts' if scoring.logit_softcap is None else 'a soft-cap'}"
     if not isinstance(scoring.renormalize, bool):
         return f"it divides weights by their sum, and not by their {scoring.renormalize}-norm"
     return None
@@ -92,5 +84,4 @@ def _router(scoring: Scoring) -> Any:
 
 
 def _limit(groups: GroupLimit) -> Any:
-    num_groups, top_groups, best, excluded = groups.sizes
-    return native.engine().Groups(num_groups=num_groups, top_groups=top_groups, best=best, excluded=excluded)
+    return native.engine().Groups(**asdict(groups))

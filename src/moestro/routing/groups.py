@@ -40,11 +40,6 @@ class GroupLimit:
                 fix="DeepSeek-V3 uses GroupLimit(num_groups=8, top_groups=4).",
             )
 
-    @property
-    def sizes(self) -> tuple[int, int, int, float]:
-        """All four, as the native engine takes them."""
-        return self.num_groups, self.top_groups, self.best, self.excluded
-
     def check(self, num_experts: int, top_k: int) -> None:
         """Raises InvalidInputError unless E splits into the groups and the kept ones hold at least top_k experts."""
         size, rest = divmod(num_experts, self.num_groups)

@@ -1,12 +1,12 @@
 """`route` in one launch on a GPU, where no gradient is asked for: any scoring, and its assertions on values.
 
-What it chooses and weighs is what plain PyTorch computes, up to the rounding of float32: where
-scores that round to the same number are tied, the two may choose differently.
+What it chooses is what plain PyTorch does, up to ties of scores that round to the same float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -36,12 +36,9 @@ def prepare(
 ) -> Prepared | str:
     """The launch, or the reason why there is none. A value that no router takes is an assertion on the device.
 
-    Args:
-        plain: `route` in plain PyTorch, which says what is wrong with values in the interpreter, where nothing is
-            asserted.
-        logits, top_k, scoring, correction, groups: as for `moestro.routing.route`.
+    In the interpreter, where nothing is asserted, `plain` says what is wrong with values.
     """
-    limits = _NO_GROUPS if groups is None or groups.num_groups == 1 else groups.sizes
+    limits = _NO_GROUPS if groups is None or groups.num_groups == 1 else astuple(groups)
     reason = why_unsupported(logits, top_k, scoring, correction, limits)
     if reason is not None:
         return reason

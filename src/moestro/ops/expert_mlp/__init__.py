@@ -116,7 +116,7 @@ def _look(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) ->
     aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.alignment(x, ids, routing_weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
     where = forced.implementation, forced.strategy, strategy, deterministic, torch.get_num_threads()
-    return ("expert_mlp", where, cpu.ranges_asked(), routing.weight_on, aligned, given, words), parts.tensors
+    return ("expert_mlp", where, cpu.PIECES, routing.weight_on, aligned, given, words), parts.tensors
 
 
 def _routed(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Sequence[int] | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +19,10 @@ from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_PIECES = contextvars.ContextVar("pieces", default=0)
+
+PIECES = 0
+"""Ranges of rows that each projection of an expert is cut into for the threads, 0: by its cost. benchmarks/splits.py
+sets it; with 1 work is split along experts alone."""
 
 
 def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Prepared | str:
@@ -33,7 +33,7 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     name, block, by = named_strategy(strategy)
     threads, token_block = torch.get_num_threads(), block or native.LIMITS["token_block"]
     walk = "grouped" if name == "auto" else name
-    how = walk == "all_experts", token_block, _PIECES.get()
+    how = walk == "all_experts", token_block, PIECES
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
     handle = _handle(isa, x, routing, weights, _rows_of(biases), how)
@@ -193,24 +193,6 @@ def _handle(
         token_block=token_block,
         pieces=pieces,
     )
-
-
-def ranges_asked() -> int:
-    """Of each projection, as `cut_into` asks for; 0: by cost."""
-    return _PIECES.get()
-
-
-@contextlib.contextmanager
-def cut_into(pieces: int) -> Iterator[None]:
-    """Inside, each projection of an expert is cut into this many ranges of rows for the threads, 0: by its cost.
-
-    With 1 work is split along experts alone. It is how the benchmark of splits asks for each of them.
-    """
-    token = _PIECES.set(pieces)
-    try:
-        yield
-    finally:
-        _PIECES.reset(token)
 
 
 def _activation(a: Activation) -> Any:

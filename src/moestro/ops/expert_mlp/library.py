@@ -52,19 +52,8 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
     node = (
         torch.ops.moestro.expert_mlp_on_device if stays_on_device(x, routing, weights) else torch.ops.moestro.expert_mlp
     )
-    out: Tensor = node(
-        x,
-        routing.expert_ids,
-        routing.routing_weights,
-        gate_up,
-        down,
-        weights.gate_up_bias,
-        weights.down_bias,
-        routing.weight_on,
-        weights.activation.code,
-        layout,
-        strategy,
-    )
+    tensors = routing.expert_ids, routing.routing_weights, gate_up, down, weights.gate_up_bias, weights.down_bias
+    out: Tensor = node(x, *tensors, routing.weight_on, weights.activation.code, layout, strategy)
     return out
 
 
@@ -150,10 +139,7 @@ def _experts_of(layout: str, num_gate_up: int, num_down: int, height: int) -> tu
 class GraphWeights:
     """Expert weights as a graph hands them over, tensor by tensor; the value is made when more than the parts is asked.
 
-    Args:
-        gate_up, down: the tensors of both projections.
-        biases: of both, or None.
-        words: the code of the activation, and the layout.
+    `words` are the code of the activation and the layout.
     """
 
     def __init__(

@@ -84,13 +84,7 @@ def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> 
 
 
 class Batch(NamedTuple):
-    """Rows that are computed together.
-
-    Attributes:
-        spans: which expert computes which of them, covering them in order.
-        rows: [n, H].
-        used: rows from here on are padding, whose outputs nobody reads.
-    """
+    """Rows [n, H] computed together, by the experts of spans that cover them; from `used` on they are padding."""
 
     spans: list[Span]
     rows: Tensor
@@ -193,13 +187,7 @@ def nothing(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
 
 
 class PairRows(NamedTuple):
-    """Where each pair's row stands.
-
-    Attributes:
-        of_pairs: [T, K], the row of each pair; `num_rows`, one past the last, for an empty slot.
-        num_rows: rows of all batches together.
-        complete: whether no slot is empty.
-    """
+    """The row of each pair [T, K] among all, `num_rows` for an empty slot; `complete` where there is none."""
 
     of_pairs: Tensor
     num_rows: int
@@ -288,8 +276,7 @@ def _accumulate(
     start = 0
     for spans, rows, _ in batches:
         stop = start + rows.shape[0]
-        z = expert_rows(rows, weights, spans)
-        z = z.to(y.dtype)
+        z = expert_rows(rows, weights, spans).to(y.dtype)
         if routing.weight_on == "output":
             z.mul_(row_weights[start:stop, None])
         y.index_add_(0, tokens[start:stop], z)

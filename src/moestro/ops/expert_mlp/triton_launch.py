@@ -2,8 +2,7 @@
 
 The order of rows (none where every pair is a block of its own, two launches for many), gate_up with the activation,
 down with the routing weights, and the sum over slots; before each product one more where rows are rounded. Nothing is
-read back, grids depend on T, K and E alone, and so a CUDA graph
-can capture a call and replay it with other ids.
+read back and grids depend on T, K and E alone, so a CUDA graph can capture a call and replay it with other ids.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops import triton_rows
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
-from moestro.ops.expert_mlp.triton_work import Call, Work
+from moestro.ops.expert_mlp.triton_work import Work
 from moestro.ops.gpu import ALIGNED, Launch
 from moestro.ops.grouping import triton as grouping
 from moestro.ops.triton_weights import describe
@@ -32,24 +31,18 @@ _Launches = tuple[Launch, Launch, Launch]
 
 
 def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """`expert_mlp` by a plan, for arguments that lie like those of its first call.
+    """`expert_mlp` by a plan, rows multiplied in `dtype`, for arguments that lie like those of its first call.
 
-    Args:
-        how: the plan.
-        dtype: what rows are multiplied in.
-
-    Returns:
-        A function of x, routing, weights and, where given, slots [T, K]: those that are -1 in it are left out of the
-        sums.
+    It takes x, routing, weights and, where given, slots [T, K]: those that are -1 in it are left out of the sums.
     """
-    by_address: list[Call | None] = []
+    by_address: list[Callable[..., Tensor] | None] = []
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, slots: Tensor | None = None) -> Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
         ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         if by_address and by_address[0] is not None and slots is None:
-            return by_address[0].compute(x, ids, routing_weights, weights)
-        if _is_nothing(x, ids, weights):
+            return by_address[0](x, ids, routing_weights, weights)
+        if ids.numel() == 0 or x.numel() == 0 or weights.num_experts == 0:
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
         launches = work(x, routing, weights, how, dtype)
         y = launches.compute(x, ids, routing_weights, ids if slots is None else slots.contiguous())
@@ -58,10 +51,6 @@ def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
         return y
 
     return compute
-
-
-def _is_nothing(x: Tensor, ids: Tensor, weights: ExpertWeights) -> bool:
-    return ids.numel() == 0 or x.numel() == 0 or weights.num_experts == 0
 
 
 def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype) -> Work:
@@ -106,14 +95,7 @@ def _launches(
 ) -> _Launches:
     a = weights.activation
     tiles = {"BLOCK": how.block, "BM": how.rows}
-    between = {
-        "KIND": a.kind,
-        "GATED": a.gated,
-        "INTERLEAVED": a.interleaved,
-        "ALPHA": a.alpha,
-        "LIMIT": a.limit,
-        "UP_OFFSET": a.up_offset,
-    }
+    between = {n.upper(): getattr(a, n) for n in ("kind", "gated", "interleaved", "alpha", "limit", "up_offset")}
     gate_up = {**tiles, **_tile(how.gate_up, dtype), "WEIGHTED": on_input, **between}
     down = {**tiles, **_tile(how.down, dtype), "WEIGHTED": not on_input, "SPLITS": how.splits}
     columns = min(_SUM_COLUMNS, 1 << max(x.shape[1] - 1, 0).bit_length())
@@ -158,13 +140,8 @@ def tensor_map(
 ) -> TensorDescriptor | None:
     """What the hardware copies tiles of weights by, in boxes [1, outputs, halves, depth]; None where pointers must do.
 
-    Either order of gate and up is a matter of strides; the rows of a box alternate between them.
-
-    Args:
-        stored: the experts [E, N, K].
-        tile: how they are cut; None is returned unless it asks for a tensor map.
-        dtype: what rows are multiplied in: boxes are not converted.
-        activation: that of gate_up; None for down.
+    Either order of gate and up is a matter of strides; the rows of a box alternate between them. Boxes are not
+    converted: `dtype` is what rows are multiplied in. `activation` is that of gate_up, None for down.
     """
     data = stored.data
     halves = 2 if activation is not None and activation.gated else 1

@@ -134,13 +134,9 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
-    """The plan for a call.
+    """The plan for a call; `strategy` is a name and a block size as `tuning.parse_strategy` returns them.
 
-    Args:
-        problem: shape and formats.
-        device: what it runs on.
-        strategy: name and block size as `tuning.parse_strategy` returns them.
-        invariant: whether a token's bits must not depend on its batch; then tiles depend on neither T nor K.
+    Where a token's bits are to be `invariant` to its batch, tiles depend on neither T nor K.
     """
     name, block = strategy
     pairs, alone = problem.num_pairs, problem.num_tokens == 1

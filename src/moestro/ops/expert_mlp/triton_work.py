@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -54,13 +55,9 @@ class Work:
     spaces: tuple[tuple[int, torch.dtype], ...]
 
     def __call__(self, given: tuple[Any, Any, Any], slots: Any, out: Any, spaces: Sequence[Any]) -> None:
-        """Launch everything.
+        """Launch everything: `given` x, ids and routing weights, to write out [T, H], with memory for `spaces`.
 
-        Args:
-            given: x, expert ids and routing weights.
-            slots: ids [T, K]; those that name no expert are left out of the sums.
-            out: [T, H].
-            spaces: memory for `spaces`.
+        What names no expert among the ids `slots` [T, K] is left out of the sums.
         """
         x, ids, weights = given
         (num_tokens, top_k, num_experts), (_, hidden, inner) = self.tokens, self.sizes
@@ -102,11 +99,6 @@ class Work:
         self((x, ids, weights), slots, out, spaces)
         return out
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Of all workspaces together."""
-        return _ends(self.spaces)[-1]
-
     def uses(self) -> tuple[KernelUse, ...]:
         """The launches, in order, with their programs and the rows that they meet."""
         (num_tokens, _, num_experts), (num_pairs, _, inner) = self.tokens, self.sizes
@@ -124,7 +116,7 @@ class Work:
             KernelUse("sum over slots", "sum_slots_kernel", add, num_tokens),
         )
 
-    def by_address(self, x: Tensor) -> Call | None:
+    def by_address(self, x: Tensor) -> Callable[..., Tensor] | None:
         """`compute` of addresses, in one allocation; None unless all has been compiled for the device of x.
 
         Triton's own launch looks at every tensor anew; what it would find is the same for every call of one call key.
@@ -137,32 +129,19 @@ class Work:
             return None
         work = replace(self, launches=tuple(compiled), gate_up=_addresses(self.gate_up), down=_addresses(self.down))
         maps = tuple(_map_fields(arguments[1]) for arguments in (self.gate_up, self.down))
-        tables = self.gate_up[0].table, self.down[0].table  # which the addresses in `work` do not keep
-        starts, memory = [0, *_ends(self.spaces)[:-1]], (self.workspace_bytes,)
+        tables = self.gate_up[0].table, self.down[0].table
+        *starts, size = [0, *_ends(self.spaces)]
         shape, strides, dtype, device = x.shape, (x.shape[1], 1), x.dtype, x.device
 
-        def call(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        def call(held_tables: Any, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            held = torch.empty_strided(memory, (1,), dtype=torch.uint8, device=device)
+            held = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device)
             first, slots = held.data_ptr(), ids.data_ptr()
             launches = work if maps == (None, None) else _with_maps(work, maps, (experts.gate_up, experts.down))
             launches((x.data_ptr(), slots, weights.data_ptr()), slots, out.data_ptr(), [first + s for s in starts])
             return out
 
-        return Call(call, tables)
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """Launches by address.
-
-    Attributes:
-        compute: of x, expert ids, routing weights and expert weights.
-        tables: where unstacked experts lie, on the device; the launches read them.
-    """
-
-    compute: Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
-    tables: tuple[Tensor | None, Tensor | None]
+        return partial(call, tables)  # which the addresses in `work` do not keep
 
 
 def _ends(spaces: Sequence[tuple[int, torch.dtype]]) -> list[int]:

@@ -40,11 +40,7 @@ def rows_launch(ids: Tensor, num_experts: int, block_size: int) -> gpu.Launch | 
 def in_chunks(ids: Tensor, out: Sequence[Tensor], num_experts: int, blocks: tuple[int, int]) -> None:
     """The same in two launches, for so many pairs that not every expert's program should look at all of them.
 
-    Args:
-        ids: [T, K], contiguous.
-        out: the tensors of `sizes`, to write.
-        num_experts: E.
-        blocks: rows of a block, and blocks.
+    `ids` are contiguous, `out` the tensors of `sizes`, to write, `blocks` the rows of a block, and the blocks.
     """
     block_size, bound = blocks
     num_pairs = ids.numel()
