@@ -165,7 +165,7 @@ def layer(
 def taken_for_a_gpu() -> Iterator[None]:
     """While open, tensors of the CPU are taken as those of a GPU are, for calls that launch nothing."""
     with moestro.use(implementation=gpu.IMPLEMENTATION), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "_unusable", lambda device: None)
+        patch.setattr(gpu, "unusable", lambda device: None)
         yield
 
 

@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 
 def test_cpu_tensors_are_taken_only_when_forced() -> None:
     x = torch.zeros(2)
-    assert "NVIDIA GPUs" in (gpu.unusable(x) or "")
+    assert "NVIDIA GPUs" in (gpu.unusable(x.device) or "")
     with moestro.use(implementation="triton"):
-        assert gpu.unusable(x) is None or not gpu.interpreted()
-    assert "on meta" in (gpu.unusable(torch.zeros(2, device="meta")) or "")
+        assert gpu.unusable(x.device) is None or not gpu.interpreted()
+    assert "on meta" in (gpu.unusable(torch.device("meta")) or "")
 
 
 def test_without_the_interpreter_a_cpu_tensor_is_refused() -> None:
@@ -28,7 +28,7 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused() -> None:
 import torch, moestro
 from moestro.ops import gpu
 with moestro.use(implementation="triton"):
-    print(gpu.unusable(torch.zeros(2)))
+    print(gpu.unusable(torch.device("cpu")))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment("0"))
     assert "TRITON_INTERPRET=1" in run.stdout
@@ -41,7 +41,7 @@ sys.modules["triton"] = None
 import torch, moestro
 from moestro.ops import gpu
 with moestro.use(implementation="triton"):
-    print(gpu.unusable(torch.zeros(2)), gpu.interpreted())
+    print(gpu.unusable(torch.device("cpu")), gpu.interpreted())
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment("1"))
     assert "pip install triton" in run.stdout

@@ -68,12 +68,8 @@ def interpreted() -> bool:
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
-def unusable(tensor: Tensor) -> str | None:
-    """Why Triton's kernels cannot run where this tensor lies; None if they can."""
-    return _unusable(tensor.device)
-
-
-def _unusable(device: torch.device) -> str | None:
+def unusable(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on a device; None if they can."""
     kind = device.type
     if kind == "cuda":
         return missing() or _too_old(device)
@@ -87,7 +83,7 @@ def _unusable(device: torch.device) -> str | None:
 def unreadable(*tensors: Tensor) -> str | None:
     """Why kernels cannot read these tensors where they lie; None if they can."""
     for tensor in tensors:
-        reason = unusable(tensor)
+        reason = unusable(tensor.device)
         if reason is not None:
             return reason
     return no_memory(*tensors) or no_gradient(*tensors)
@@ -95,7 +91,7 @@ def unreadable(*tensors: Tensor) -> str | None:
 
 def runs_on(kind: str, index: int | None) -> bool:
     """Whether kernels run on this device, for code that a tracer follows."""
-    return _unusable(torch.device(kind) if index is None else torch.device(kind, index)) is None
+    return unusable(torch.device(kind) if index is None else torch.device(kind, index)) is None
 
 
 def multiplies_fp8(kind: str, index: int | None) -> bool:

@@ -23,10 +23,6 @@ def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str
     if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
         return None
     rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
-    return _many(isa, x, rows, weights) if rows > min(tuning.BFLOAT16_ROWS, tuning.WIDE_ROWS) else None
-
-
-def _many(isa: Isa, x: Tensor, rows: float, weights: ExpertWeights) -> str | None:
     stored = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage}
     if (
         stored == {torch.bfloat16}

@@ -48,7 +48,7 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
     """The call on a GPU, or the reason why there is none."""
     name, block, by = named_strategy(strategy)
     reason = (
-        gpu.unusable(x)
+        gpu.unusable(x.device)
         or why_unsupported(x, routing, weights)
         or gpu.unreadable(x, routing.expert_ids, routing.routing_weights, *weights.tensors)
     )

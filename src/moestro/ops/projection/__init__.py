@@ -51,13 +51,9 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    fits = x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1] and x.dtype in _DTYPES
-    fits = (
-        fits
-        and weight.dtype == x.dtype
-        and (bias is None or (bias.shape == weight.shape[:1] and bias.dtype == x.dtype))
-    )
-    if not fits:
+    fits = x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
+    of_rows = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == x.dtype)
+    if not fits or not of_rows or weight.dtype != x.dtype or x.dtype not in _DTYPES:
         shape = None if bias is None else list(bias.shape)
         raise invalid_input(
             "projection",
