@@ -210,9 +210,13 @@ print(peak - base)
 """
 
 
-def test_memory_holds_a_few_experts(tmp_path: Path) -> None:
-    """Two stacks of 64 experts and a tensor that is copied, 32 MiB each; what is in memory is a fraction of one."""
-    stack = torch.zeros(64, 512, 512, dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(64, 512, 512), (2, 4096, 2048)])
+def test_memory_holds_a_few_experts(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Two stacks of experts and a tensor that is copied, 32 MiB each; what is in memory is a fraction of one.
+
+    An expert that is large is not copied either: only what is made of it is in memory.
+    """
+    stack = torch.zeros(shape, dtype=torch.bfloat16)
     (tmp_path / "src").mkdir()
     tensors = {"experts.a": stack, "experts.b": stack + 1, "rest": stack.clone()}
     save_file(tensors, tmp_path / "src" / "model.safetensors")
