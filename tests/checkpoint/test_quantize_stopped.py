@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -180,6 +181,21 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
     finally:
         os.close(handle)
     quantize_checkpoint(job)
+
+
+def test_a_folder_that_was_renamed_meanwhile_where_no_locks_are(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run ends just now, on a file system without locks."""
+
+    def flock(handle: int, operation: int) -> None:
+        (tmp_path / "dst.partial").rename(tmp_path / "elsewhere")
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(InvalidInputError, match="which another run is writing"):
+        quantize_checkpoint(make_job(source, tmp_path / "dst"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_an_empty_destination_and_missing_parents(source: Path, tmp_path: Path) -> None:
