@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from moestro.checkpoint.checksums import CHECKSUMS, Sums, read_checksums, write_checksums
-from moestro.checkpoint.header import read_object
-from moestro.checkpoint.outputs import METADATA, ExpertSource, Item, Outputs, plan_outputs
+from moestro.checkpoint.header import reading
+from moestro.checkpoint.outputs import CHUNK_BYTES, METADATA, ExpertSource, Item, Outputs, plan_outputs
 from moestro.checkpoint.read import Checkpoint
 from moestro.checkpoint.resume import RECORD, Record, commit, followed, is_complete, open_partial
 from moestro.checkpoint.scheme import MARK, METHOD, OPERATION, Scheme
@@ -167,7 +167,7 @@ def _check_destination(job: Job) -> None:
 
 def _config(job: Job) -> dict[str, Any]:
     """The config.json of the result."""
-    config = read_object(job.folder / CONFIG, "a model's configuration")
+    config = _read_config(job.folder / CONFIG)
     before = None
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -176,6 +176,24 @@ def _config(job: Job) -> dict[str, Any]:
         before = before.get("rest")
     scheme = job.scheme.settled(source.target for source in job.experts)
     return {**config, **MARK, "quantization_config": scheme.as_config(before)}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A config.json as Transformers reads it: with Infinity and NaN, and the last of several equal keys."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(config, ensure_ascii=False).encode()  # an escape can spell half a character
+        reason = None if isinstance(config, dict) else f"it holds a JSON {type(config).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    if reason is not None:
+        raise invalid_input(
+            OPERATION,
+            got=f"{path}, unreadable ({reason})",
+            needs="a model's configuration",
+            fix="Download the model again.",
+        )
+    return dict(config)
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -282,8 +300,10 @@ def _write(job: Job, outputs: Outputs, partial: Path, finished: Sums, on_progres
     for path in other_files(job.folder):
         target = partial / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (job.folder / path).open("rb") as file, replacing(target) as copy, explained(target):
-            shutil.copyfileobj(file, copy)
+        with reading(job.folder / path) as file, replacing(target) as copy:
+            while chunk := file.read(CHUNK_BYTES):
+                with explained(target):
+                    copy.write(chunk)
 
 
 def _report(job: Job, outputs: Outputs, resumed: int, start: float, complete_before: bool = False) -> Report:
