@@ -271,10 +271,13 @@ def quantize_experts(
 
 def quantized(stored: StoredExperts, form: WeightFormat, search: Search, name: str) -> Iterator[PackedTensor]:
     """Each expert in another format, one after the other; `search` and `name` as for `quantize_experts`."""
-    for e in range(stored.num_experts):
-        blocks = ((block, block.data.dtype if block.format.is_dense else torch.float32) for block in stored.blocks(e))
-        matrix = torch.cat([formats.dequantize(block, dtype) for block, dtype in blocks])
-        yield formats.quantize(matrix, form, search, f"{name}[{e}]")
+    return (_quantized(stored.blocks(e), form, search, f"{name}[{e}]") for e in range(stored.num_experts))
+
+
+def _quantized(blocks: Sequence[PackedTensor], form: WeightFormat, search: Search, name: str) -> PackedTensor:
+    """One expert of these blocks of rows in another format; its full precision goes when this returns."""
+    plain = [formats.dequantize(b, b.data.dtype if b.format.is_dense else torch.float32) for b in blocks]
+    return formats.quantize(plain[0] if len(plain) == 1 else torch.cat(plain), form, search, name)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint.files import parts
 from checkpoint.quantize_jobs import (
     CONFIG,
     NOT_COPIED,
@@ -28,7 +31,7 @@ from checkpoint.quantize_jobs import (
     refused,
     sums,
 )
-from moestro.checkpoint import open_checkpoint
+from moestro.checkpoint import header, open_checkpoint
 from moestro.checkpoint.quantize import Job, Progress, quantize_checkpoint
 from moestro.checkpoint.resume import RECORD
 from moestro.checkpoint.scheme import Scheme
@@ -270,18 +273,69 @@ def test_a_folder_of_other_things_is_left_alone(source: Path, tmp_path: Path, fo
     assert (tmp_path / foreign / "thesis.tex").read_text() == "x"
 
 
+def test_a_destination_that_only_looks_begun_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / f"{RECORD}.partial").write_text("x")
+    assert f"{tmp_path / 'dst'}, which exists" in refused(make_job(source, tmp_path / "dst"))["got"]
+
+
+def test_a_name_that_quantised_experts_would_have(source: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(source, tmp_path / "src")
+    name, file = f"{experts_of(0)}.gate_up_proj_scales", "model-00004-of-00003.safetensors"
+    save_file({name: torch.zeros(3)}, copy / file)
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = file
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    for job in (make_job(copy, tmp_path / "dst"), many_files(copy, tmp_path / "dst")):
+        found = refused(job)
+        assert found["operation"] == "quantize"
+        assert name in found["got"]
+
+
 def test_a_file_is_no_destination(source: Path, tmp_path: Path) -> None:
     (tmp_path / "dst").write_text("x")
     assert "a file" in refused(make_job(source, tmp_path / "dst"))["got"]
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"a": "\\ud800"}', "[" * 100_000])
 def test_no_configuration(source: Path, tmp_path: Path, content: str | None) -> None:
     copy = shutil.copytree(source, tmp_path / "src")
     (copy / "config.json").unlink()
     if content is not None:
         (copy / "config.json").write_text(content)
-    assert "config.json" in refused(make_job(copy, tmp_path / "dst"))["got"]
+    found = refused(make_job(copy, tmp_path / "dst"))
+    assert found["operation"] == "quantize"
+    assert "config.json" in found["got"]
+
+
+def test_a_configuration_is_read_as_transformers_reads_it(source: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(source, tmp_path / "src")
+    (copy / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "low": NaN, "twice": 1, "twice": 2}')
+    quantize_checkpoint(make_job(copy, tmp_path / "dst"))
+    text = (tmp_path / "dst" / "config.json").read_text()
+    assert "NaN" in text
+    config = json.loads(text)
+    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert config["twice"] == 2
+
+
+class Unreadable(io.BytesIO):
+    """A file on a disk that fails."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_file_of_the_source_that_cannot_be_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: Path, mode: str) -> BinaryIO:
+        return Unreadable() if path.name == "README.md" else open(path, mode)  # type: ignore[return-value]
+
+    monkeypatch.setattr(header, "open", opened, raising=False)
+    with pytest.raises(InvalidInputError) as caught:
+        quantize_checkpoint(make_job(source, tmp_path / "dst"))
+    assert f"{source / 'README.md'}: Input/output error" in parts(caught.value)["got"]
 
 
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

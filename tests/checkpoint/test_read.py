@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from checkpoint.files import described, every_dtype, index, packed, parts, refusal, resident, same_bits, written
-from moestro.checkpoint import Checkpoint, open_checkpoint
+from moestro.checkpoint import Checkpoint, header, open_checkpoint
 from moestro.checkpoint.header import MAX_HEADER_BYTES
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
 
@@ -311,6 +311,12 @@ INDICES: dict[str, tuple[dict[str, bytes], tuple[str, ...]]] = {
     "git-lfs": ({INDEX: lfs()}, (INDEX, "git-lfs")),
     "two checkpoints": ({INDEX: index(a=A, b=B, c=B), ONE: packed({})}, (ONE, INDEX, "out of date")),
 }
+
+
+def test_an_index_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 1000)
+    found = refusal(written(tmp_path, SHARDS | {INDEX: index(a=A, b=B, c=B) + b" " * 1000}))
+    assert "an index of more bytes than that" in found[0]
 
 
 @pytest.mark.parametrize("what", INDICES)

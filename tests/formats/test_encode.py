@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import ml_dtypes
@@ -141,6 +142,16 @@ def test_error_search_is_better_on_weights_as_they_come(name: str) -> None:
         assert searched < 0.97 * nearest
     else:
         assert searched < nearest
+
+
+def test_a_format_whose_scales_have_another_dtype() -> None:
+    known = FORMATS["fp8-e4m3-b128"]
+    assert known.scaling is not None
+    w = hostile(3, 0, shape_of(known.name))
+    found = quantize(w, replace(known, scaling=replace(known.scaling, dtypes=(torch.bfloat16,))))
+    assert found.scales is not None
+    assert found.scales.dtype == torch.bfloat16
+    assert torch.equal(found.data.view(torch.uint8), quantize(w, known).data.view(torch.uint8))
 
 
 @pytest.mark.parametrize("search", SEARCHES)

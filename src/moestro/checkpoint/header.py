@@ -27,7 +27,7 @@ OPEN = "open_checkpoint"
 WRITE = "write_file"
 DOWNLOAD_AGAIN = "Download or save the file again."
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that the safetensors library reads."""
+"""The longest header that the safetensors library reads; the longest JSON file that is read."""
 
 DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
@@ -241,7 +241,9 @@ def refuse_other_kinds(file: Path, start: bytes) -> None:
 def read_object(path: Path, what: str, fix: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
     """The JSON object in a file; `what` it is and the `fix` are said in errors, which are those of `parse_object`."""
     with reading(path) as file:
-        text = file.read()
+        text = file.read(MAX_HEADER_BYTES + 1)
+    if len(text) > MAX_HEADER_BYTES:
+        raise damaged(path, f"{what} of more bytes than that", f"at most {MAX_HEADER_BYTES} bytes", fix)
     if text[:1] != b"{":
         refuse_other_kinds(path, text)
     return parse_object(text, path, what, fix)

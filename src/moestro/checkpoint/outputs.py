@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -9,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from moestro.checkpoint.header import TensorSpec, in_file_order, render_header
+from moestro.checkpoint.header import TensorSpec, in_file_order, render_header, shown
 from moestro.checkpoint.read import Checkpoint
 from moestro.checkpoint.scheme import OPERATION, Scheme
 from moestro.checkpoint.write import plan_shards, shard_names
@@ -154,13 +155,16 @@ def plan_outputs(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme
 
     Raises:
         InvalidInputError: no experts, an override that matches none, a format that cannot store a projection, or one
-            that is no use for experts that are packed already. Every such projection is named, not the first alone.
+            that is no use for experts that are packed already: every such projection is named, not the first alone.
+            Two tensors of one name.
     """
     _check_overrides(checkpoint, experts, scheme)
     projections = [Projection.of(source, scheme.format_of(source.target)) for source in experts]
     _check_shapes(projections)
     _check_sources(projections)
-    groups = plan_shards(_in_source_order(checkpoint, projections), shard_bytes)
+    items = _in_source_order(checkpoint, projections)
+    _check_names(items)
+    groups = plan_shards(items, shard_bytes)
     shards = dict(zip(shard_names(len(groups)), groups, strict=True))
     specs = {name: [spec for item in items for spec in item.specs] for name, items in shards.items()}
     headers = {name: len(render_header(in_file_order(found), METADATA)) for name, found in specs.items()}
@@ -217,6 +221,17 @@ def _check_shapes(projections: Iterable[Projection]) -> None:
             got="; ".join(f"{_some(targets)} [{n}, {k}] for {form.name}" for (form, n, k), targets in alike.items()),
             needs="; ".join(dict.fromkeys(f"rows of a multiple of {form.row_unit} weights" for form, _, _ in alike)),
             fix="Pick another format, or leave these as they are with --override NAME=bfloat16.",
+        )
+
+
+def _check_names(items: Iterable[Item]) -> None:
+    counts = Counter(spec.name for item in items for spec in item.specs)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise invalid_input(
+            OPERATION,
+            got=f"a source that has a tensor {shown(twice[0])} already",
+            needs="that name for the quantised experts",
+            fix="Rename the tensor, which no published model has.",
         )
 
 

@@ -9,17 +9,17 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from moestro.checkpoint.checksums import CHECKSUMS, write_checksums
-from moestro.checkpoint.header import read_object
-from moestro.checkpoint.outputs import METADATA, ExpertSource, Item, Outputs, plan_outputs
-from moestro.checkpoint.read import Checkpoint, open_checkpoint
+from moestro.checkpoint.checksums import CHECKSUMS, Sums, read_checksums, write_checksums
+from moestro.checkpoint.header import reading
+from moestro.checkpoint.outputs import CHUNK_BYTES, METADATA, ExpertSource, Item, Outputs, plan_outputs
+from moestro.checkpoint.read import Checkpoint
 from moestro.checkpoint.resume import RECORD, Record, commit, followed, is_complete, open_partial
 from moestro.checkpoint.scheme import MARK, METHOD, OPERATION, Scheme
 from moestro.checkpoint.write import PARTIAL, explained, replace_text, replacing, write_file, write_index
@@ -132,7 +132,9 @@ def quantize_checkpoint(job: Job, on_progress: OnProgress | None = None) -> Repo
     record = _record(job, outputs, config)
     if is_complete(job.destination, record):
         return _report(job, outputs, len(outputs.shards), start, complete_before=True)
-    with open_partial(job.destination, record) as (partial, finished):
+    with open_partial(job.destination, record) as (partial, whole):
+        sums = (read_checksums(partial) or {}) if job.checksums else {name: {} for name in whole}
+        finished = {name: sums[name] for name in sums if name in whole}
         _check_space(job, outputs, partial, finished)
         job.checkpoint.verify()
         replace_text(partial / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
@@ -165,7 +167,7 @@ def _check_destination(job: Job) -> None:
 
 def _config(job: Job) -> dict[str, Any]:
     """The config.json of the result."""
-    config = read_object(job.folder / CONFIG, "a model's configuration")
+    config = _read_config(job.folder / CONFIG)
     before = None
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -174,6 +176,24 @@ def _config(job: Job) -> dict[str, Any]:
         before = before.get("rest")
     scheme = job.scheme.settled(source.target for source in job.experts)
     return {**config, **MARK, "quantization_config": scheme.as_config(before)}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A config.json as Transformers reads it: with Infinity and NaN, and the last of several equal keys."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(config, ensure_ascii=False).encode()  # an escape can spell half a character
+        reason = None if isinstance(config, dict) else f"it holds a JSON {type(config).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    if reason is not None:
+        raise invalid_input(
+            OPERATION,
+            got=f"{path}, unreadable ({reason})",
+            needs="a model's configuration",
+            fix="Download the model again.",
+        )
+    return dict(config)
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -250,8 +270,11 @@ def _check_space(job: Job, outputs: Outputs, partial: Path, finished: Container[
         )
 
 
-def _write(job: Job, outputs: Outputs, partial: Path, finished: Collection[str], on_progress: OnProgress) -> None:
-    """Everything but the configuration: the shards that are not finished, and all else, which is small, every time."""
+def _write(job: Job, outputs: Outputs, partial: Path, finished: Sums, on_progress: OnProgress) -> None:
+    """Everything but the configuration: the shards that are not finished, and all else, which is small, every time.
+
+    Checksums are those of what was written: they are on the disk from shard to shard.
+    """
     specs, total, number = outputs.specs, outputs.nbytes, len(outputs.shards)
     written = sum(spec.nbytes for name in finished for spec in specs[name])
     on_progress(Progress(written, total, "", len(finished), number))
@@ -266,20 +289,21 @@ def _write(job: Job, outputs: Outputs, partial: Path, finished: Collection[str],
             for name in item.reads:
                 job.checkpoint.release(name)
 
-    before = [partial / name for name in finished]
-    sums = open_checkpoint(before).checksums() if before and job.checksums else {}
+    sums = dict(finished)
     for i, (name, items) in enumerate(outputs.shards.items(), 1):
         if name not in finished:
             sums[name] = write_file(partial / name, specs[name], pieces(items, i), METADATA)
+            if job.checksums:
+                write_checksums(partial, sums)
     if number > 1:
         write_index(partial, specs)
-    if job.checksums:
-        write_checksums(partial, sums)
     for path in other_files(job.folder):
         target = partial / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with (job.folder / path).open("rb") as file, replacing(target) as copy, explained(target):
-            shutil.copyfileobj(file, copy)
+        with reading(job.folder / path) as file, replacing(target) as copy:
+            while chunk := file.read(CHUNK_BYTES):
+                with explained(target):
+                    copy.write(chunk)
 
 
 def _report(job: Job, outputs: Outputs, resumed: int, start: float, complete_before: bool = False) -> Report:

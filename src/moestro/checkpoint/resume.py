@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ def is_complete(folder: Path, record: Record) -> bool:
     return found is not None
 
 
-def _finished(folder: Path, record: Record) -> frozenset[str] | None:
-    """Which shards in a folder are complete; None where nothing was begun."""
+def _finished(folder: Path, record: Record, begun: Collection[str] = ()) -> frozenset[str] | None:
+    """Which shards in a folder are complete; None where it holds nothing, or only what has `begun`."""
     there = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if there <= {RECORD + PARTIAL}:
+    if there <= {*begun}:
         return None
     if RECORD not in there:
         raise invalid_input(
@@ -114,7 +114,7 @@ def open_partial(destination: Path, record: Record) -> Iterator[tuple[Path, froz
         path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         try:
-            finished = _finished(path, record)
+            finished = _finished(path, record, begun=[RECORD + PARTIAL])
             for cut in path.rglob("*" + PARTIAL):
                 if not cut.is_dir():
                     cut.unlink()
@@ -140,11 +140,15 @@ def commit(path: Path, destination: Path) -> None:
 def _locked(path: Path) -> Iterator[None]:
     handle = os.open(path, os.O_RDONLY)
     try:
+        busy = False
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            busy = not path.exists() or not os.path.samestat(os.fstat(handle), path.stat())
         except OSError as error:
             busy = error.errno not in _NO_LOCKS
+        try:  # another run may have renamed its folder meanwhile
+            busy = busy or not os.path.samestat(os.fstat(handle), path.stat())
+        except FileNotFoundError:
+            busy = True
         if busy:
             got = f"{path}, which another run is writing"
             raise invalid_input(OPERATION, got=got, needs="one run at a time", fix="Wait for the other run.")

@@ -71,7 +71,7 @@ def quantize(
             if format.is_dense:
                 _check_cast(source, target)
             else:
-                _Encoder(source, CODECS[format], target).write(search)
+                _Encoder(source, CODECS[find_format(format.name)], target).write(search)
     return packed
 
 
