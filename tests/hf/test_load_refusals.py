@@ -205,6 +205,25 @@ def test_a_changed_byte_where_there_are_checksums(made, tmp_path, monkeypatch):
     assert torch.isfinite(logits(moestro.load(folder))).all()
 
 
+def list_a_file_that_is_not_there(folder):
+    sums = open_checkpoint(folder).checksums()
+    write_checksums(folder, sums | {"model-00099-of-00003.safetensors": {"extra": "0" * 64}})
+
+
+def unlist_a_tensor(folder):
+    edit_json(folder / INDEX, lambda index: index["weight_map"].pop(HALF))
+
+
+@pytest.mark.parametrize(
+    ("contradict", "words"), [(list_a_file_that_is_not_there, "model-00099"), (unlist_a_tensor, HALF)]
+)
+def test_files_that_contradict_what_lists_them(shards, contradict, words):
+    contradict(shards)
+    refused(shards, words)
+    with pytest.raises(InvalidInputError, match=words):
+        AutoModelForCausalLM.from_pretrained(shards, quantization_config=MoestroConfig("int8"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -26,6 +26,7 @@ from transformers.utils.logging import tqdm
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
 from moestro.checkpoint.scheme import MARK, METHOD, format_for, in_any_order
+from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
 from moestro.hf.config import MoestroConfig
@@ -224,7 +225,10 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
             needs="safetensors files, whose tensors can be used where they are",
             fix="Save the model again with save_pretrained.",
         )
-    return open_checkpoint(paths)
+    folder = paths[0].parent
+    found = {path.name for path in folder.glob("*.safetensors")}
+    named = SINGLE in found or (folder / INDEX).is_file()  # Transformers also takes variants, which have other names
+    return open_checkpoint(folder if named and found == {path.name for path in paths} else paths)
 
 
 def _leave_alone(model: Any, reader: Reader, path: str) -> None:
