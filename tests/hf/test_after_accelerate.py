@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import zoo
 from architectures import relative_error
 from hf.models import ALL, built, logits, refused
 from moestro.errors import UnsupportedError
@@ -145,6 +148,21 @@ def test_parameters_of_families_are_not_moved(architecture):
     places = [p.data_ptr() for p in model.parameters()]
     assert relative_error(logits(accelerate(model)), wanted) <= 1e-5
     assert [p.data_ptr() for p in model.parameters()] == places
+
+
+@pytest.mark.parametrize("architecture", ["dbrx", "switch_transformers", "nllb_moe", "gpt_oss", "qwen3_moe"])
+def test_experts_go_with_their_parameters(architecture):
+    """What a pass without gradients keeps does not outlive the first pass with new parameters, whichever that is."""
+    model = accelerate(built(architecture))
+    logits(model)
+    old = [weakref.ref(p) for m in model.modules() if adapter_of(m) is not None for p in m.parameters()]
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    result = model(**zoo.inputs_of(model))
+    (result[0] if result.get("logits") is None else result["logits"]).sum().backward()
+    del result
+    gc.collect()
+    assert old
+    assert [parameter() is None for parameter in old] == [True] * len(old)
 
 
 def test_tied_experts_of_a_family_stay_tied():

@@ -44,7 +44,7 @@ def expert_weights(names: tuple[str, str], module: Any) -> ExpertWeights:
 
     weights = [layer.weight for layer in (*first, *second)]
     if first[0].bias is not None or activation is not plan.activation or is_recorded(weights):
-        return make()
+        return experts.anew(plan, make)
     return experts.kept(plan, (), weights, make)
 
 
