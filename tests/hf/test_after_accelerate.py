@@ -16,6 +16,7 @@ from architectures import relative_error
 from hf.models import ALL, built, logits, refused
 from moestro.errors import UnsupportedError
 from moestro.hf import accelerate, experts, served
+from moestro.hf.families import linears
 from moestro.hf.serving import adapter_of
 
 
@@ -163,6 +164,40 @@ def test_experts_go_with_their_parameters(architecture):
     gc.collect()
     assert old
     assert [parameter() is None for parameter in old] == [True] * len(old)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"), [("switch_transformers", linears.SWITCH_NAMES), ("nllb_moe", linears.NLLB_NAMES)]
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_linear_layers_are_gathered_once_and_followed(architecture, names, mode):
+    model = accelerate(built(architecture)).eval()
+    module = next(m for m in model.modules() if adapter_of(m) is not None)
+
+    def gathered():
+        weights = linears.expert_weights(names, module)
+        layers = [[getattr(e, name) for e in module.children() if hasattr(e, name)] for name in names]
+        for of_experts, stored, bias in zip(
+            layers, (weights.gate_up, weights.down), (weights.gate_up_bias, weights.down_bias), strict=True
+        ):
+            assert all(torch.equal(stored.blocks(e)[0].data, layer.weight) for e, layer in enumerate(of_experts))
+            assert (bias is None) == (of_experts[0].bias is None)
+            assert bias is None or torch.equal(bias, torch.stack([layer.bias for layer in of_experts]))
+        return weights
+
+    with mode():
+        first = gathered()
+        assert gathered() is first
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.data.add_(1)
+        assert gathered() is first
+    module.to(torch.bfloat16)
+    with mode():
+        assert gathered() is gathered()
+    module.to("meta")
+    with torch.no_grad():
+        assert linears.expert_weights(names, module).tensors[-1].is_meta
 
 
 def test_tied_experts_of_a_family_stay_tied():
