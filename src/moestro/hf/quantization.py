@@ -67,8 +67,7 @@ class MoestroQuantizer(HfQuantizer):
             )
         _refuse_sharding(model)
         self._checkpoint = _open(checkpoint_files)
-        if not self.source.changes_nothing:  # moestro wrote the files
-            _warn_unmarked(Path(self._checkpoint.files[0]).with_name("config.json"))
+        _warn_unmarked(self._checkpoint.files[0].with_name("config.json"))
         reader = Reader(model, self._checkpoint, self.source)
         self._layers, config = reader.layers, self.quantization_config
         self._targets = _targets(self._layers, config)
@@ -183,7 +182,10 @@ def _warn_unmarked(path: Path) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a variant whose configuration has another name
         return
-    if isinstance(found, dict) and any(found.get(key) != value for key, value in MARK.items()):
+    if not isinstance(found, dict) or all(found.get(key) == value for key, value in MARK.items()):
+        return
+    kept = found.get("quantization_config")
+    if isinstance(kept, dict) and kept.get("quant_method") == METHOD:
         line = ", ".join(f'"{key}": "{value}",' for key, value in MARK.items())
         warnings.warn(
             f"{path} was written by an earlier moestro. It loads correctly here, but Transformers alone would fill its"
