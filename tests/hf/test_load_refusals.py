@@ -16,7 +16,7 @@ from hf.checkpoints import logits, read
 from hf.models import built
 from moestro.checkpoint import Checkpoint, open_checkpoint, write_checksums
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
-from moestro.hf import MoestroConfig
+from moestro.hf import MoestroConfig, text_model
 from moestro.hf.sources import read_sources
 
 FILE = "model.safetensors"
@@ -394,3 +394,11 @@ def test_numbers_that_are_no_numbers_are_named_with_their_place(mixtral, monkeyp
     assert "model.layers.0.mlp.experts.gate_up_proj[1]" in text
     assert "3, 5" in text
     assert "nan" in text.lower()
+
+
+def test_an_installation_without_the_bundled_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(text_model, "__file__", str(tmp_path / "moestro/hf/text_model.py"))
+    for loading in (text_model.find_text_model, text_model.load_text_model):
+        with pytest.raises(InvalidInputError, match=r"an installation without the bundled model.*Reinstall") as caught:
+            loading()
+        parts(caught.value)
