@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import zoo
 from architectures import relative_error
 from hf.models import ALL, built, logits, refused
 from moestro.errors import UnsupportedError
 from moestro.hf import accelerate, experts, served
+from moestro.hf.families import linears
 from moestro.hf.serving import adapter_of
 
 
@@ -145,6 +149,55 @@ def test_parameters_of_families_are_not_moved(architecture):
     places = [p.data_ptr() for p in model.parameters()]
     assert relative_error(logits(accelerate(model)), wanted) <= 1e-5
     assert [p.data_ptr() for p in model.parameters()] == places
+
+
+@pytest.mark.parametrize("architecture", ["dbrx", "switch_transformers", "nllb_moe", "gpt_oss", "qwen3_moe"])
+def test_experts_go_with_their_parameters(architecture):
+    """What a pass without gradients keeps does not outlive the first pass with new parameters, whichever that is."""
+    model = accelerate(built(architecture))
+    logits(model)
+    old = [weakref.ref(p) for m in model.modules() if adapter_of(m) is not None for p in m.parameters()]
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    result = model(**zoo.inputs_of(model))
+    (result[0] if result.get("logits") is None else result["logits"]).sum().backward()
+    del result
+    gc.collect()
+    assert old
+    assert [parameter() is None for parameter in old] == [True] * len(old)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"), [("switch_transformers", linears.SWITCH_NAMES), ("nllb_moe", linears.NLLB_NAMES)]
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_linear_layers_are_gathered_once_and_followed(architecture, names, mode):
+    model = accelerate(built(architecture)).eval()
+    module = next(m for m in model.modules() if adapter_of(m) is not None)
+
+    def gathered():
+        weights = linears.expert_weights(names, module)
+        layers = [[getattr(e, name) for e in module.children() if hasattr(e, name)] for name in names]
+        for of_experts, stored, bias in zip(
+            layers, (weights.gate_up, weights.down), (weights.gate_up_bias, weights.down_bias), strict=True
+        ):
+            assert all(torch.equal(stored.blocks(e)[0].data, layer.weight) for e, layer in enumerate(of_experts))
+            assert (bias is None) == (of_experts[0].bias is None)
+            assert bias is None or torch.equal(bias, torch.stack([layer.bias for layer in of_experts]))
+        return weights
+
+    with mode():
+        first = gathered()
+        assert gathered() is first
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.data.add_(1)
+        assert gathered() is first
+    module.to(torch.bfloat16)
+    with mode():
+        assert gathered() is gathered()
+    module.to("meta")
+    with torch.no_grad():
+        assert linears.expert_weights(names, module).tensors[-1].is_meta
 
 
 def test_tied_experts_of_a_family_stay_tied():

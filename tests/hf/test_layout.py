@@ -149,8 +149,8 @@ def test_tied_parameters_are_turned_once():
     torch.testing.assert_close(zoo.outputs(model, zoo.inputs_of(model)), wanted, rtol=1e-5, atol=1e-5)
 
 
-def interrupt_at(step):
-    """A trace function that raises KeyboardInterrupt at the given bytecode instruction of make_k_contiguous."""
+def interrupt_at(step, error):
+    """A trace function that raises `error` at the given bytecode instruction of make_k_contiguous."""
     left = itertools.count()
 
     def trace(frame, event, _):
@@ -158,20 +158,21 @@ def interrupt_at(step):
             return None
         frame.f_trace_opcodes = True  # and lines too: from Python 3.12 on there are no opcodes without them
         if event == "opcode" and next(left) == step:
-            raise KeyboardInterrupt
+            raise error
         return trace
 
     return trace
 
 
-def test_an_interrupt_at_any_instruction_leaves_the_values():
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError, MemoryError])
+def test_an_exception_at_any_instruction_leaves_the_values(error):
     for step in itertools.count():
         weight = parameter((3, 2, 5))
         value, before = weight.detach().clone(), sys.gettrace()
-        sys.settrace(interrupt_at(step))
+        sys.settrace(interrupt_at(step, error))
         try:
             make_k_contiguous(weight)
-        except KeyboardInterrupt:
+        except error:
             interrupted = True
         else:
             interrupted = False

@@ -16,7 +16,7 @@ from hf.checkpoints import logits, read
 from hf.models import built
 from moestro.checkpoint import Checkpoint, open_checkpoint, write_checksums
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
-from moestro.hf import MoestroConfig
+from moestro.hf import MoestroConfig, text_model
 from moestro.hf.sources import read_sources
 
 FILE = "model.safetensors"
@@ -205,6 +205,25 @@ def test_a_changed_byte_where_there_are_checksums(made, tmp_path, monkeypatch):
     assert torch.isfinite(logits(moestro.load(folder))).all()
 
 
+def list_a_file_that_is_not_there(folder):
+    sums = open_checkpoint(folder).checksums()
+    write_checksums(folder, sums | {"model-00099-of-00003.safetensors": {"extra": "0" * 64}})
+
+
+def unlist_a_tensor(folder):
+    edit_json(folder / INDEX, lambda index: index["weight_map"].pop(HALF))
+
+
+@pytest.mark.parametrize(
+    ("contradict", "words"), [(list_a_file_that_is_not_there, "model-00099"), (unlist_a_tensor, HALF)]
+)
+def test_files_that_contradict_what_lists_them(shards, contradict, words):
+    contradict(shards)
+    refused(shards, words)
+    with pytest.raises(InvalidInputError, match=words):
+        AutoModelForCausalLM.from_pretrained(shards, quantization_config=MoestroConfig("int8"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -375,3 +394,11 @@ def test_numbers_that_are_no_numbers_are_named_with_their_place(mixtral, monkeyp
     assert "model.layers.0.mlp.experts.gate_up_proj[1]" in text
     assert "3, 5" in text
     assert "nan" in text.lower()
+
+
+def test_an_installation_without_the_bundled_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(text_model, "__file__", str(tmp_path / "moestro/hf/text_model.py"))
+    for loading in (text_model.find_text_model, text_model.load_text_model):
+        with pytest.raises(InvalidInputError, match=r"an installation without the bundled model.*Reinstall") as caught:
+            loading()
+        parts(caught.value)

@@ -85,20 +85,28 @@ def unmark(config):
     del config["experts_implementation"], config["quantization_config"]["version"]
 
 
+def written_before(folder, model):
+    """As it was written before folders were marked."""
+    model.save_pretrained(folder)
+    edit(folder, unmark)
+    return folder
+
+
 @pytest.fixture
 def before(made, tmp_path):
-    """As it was written before folders were marked."""
-    moestro.load(made.wide(), format="int8").save_pretrained(tmp_path / "old")
-    edit(tmp_path / "old", unmark)
-    return tmp_path / "old"
+    return written_before(tmp_path / "old", moestro.load(made.wide(), format="int8"))
 
 
+@pytest.mark.parametrize("kind", ["quantised", "published in FP8"])
 @pytest.mark.parametrize("loading", [moestro.load, AutoModelForCausalLM.from_pretrained], ids=["load", "transformers"])
-def test_a_folder_written_before_is_right_and_says_how_to_mend_it(made, before, loading):
+def test_a_folder_written_before_is_right_and_says_how_to_mend_it(made, tmp_path, loading, kind):
+    published = kind == "published in FP8"
+    right = moestro.load(made.folder("qwen3-30b-a3b-fp8")) if published else moestro.load(made.wide(), format="int8")
+    before = written_before(tmp_path / "old", right)
     with pytest.warns(UserWarning, match="earlier moestro") as caught:
         model = loading(before)
     (said,) = caught
-    assert bit_equal(logits(model), logits(moestro.load(made.wide(), format="int8")))
+    assert bit_equal(logits(model), logits(right))
     path = before / "config.json"
     assert str(path) in str(said.message)
     line = str(said.message).partition("add the line ")[2].partition(" after")[0]

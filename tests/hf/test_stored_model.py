@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import moestro
 from hf.checkpoints import IDS, differing, logits, read
 from moestro.hf import served
+from moestro.hf.store import ExpertStore
 from tolerances import assert_close, bit_equal
 
 KINDS = {
@@ -122,6 +123,27 @@ def test_state_dicts_are_exchanged(model):
     assert bit_equal(logits(model), wanted)
     name = next(n for n in sorted(state) if ".experts." in n and "bias" not in n)
     assert model.state_dict()[name].data_ptr() == state[name].data_ptr()
+
+
+def test_a_state_dict_is_copied_into_memory_that_is_no_file(made):
+    model = moestro.load(made.folder("qwen3-30b-a3b-fp8"))
+    stores = [module for module in model.modules() if isinstance(module, ExpertStore)]
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def places():
+        return [t.data_ptr() for store in stores for t in store.tensors.values()]
+
+    files = places()
+    model.load_state_dict(state)
+    memory = places()
+    assert set(memory).isdisjoint(files)
+    wanted = logits(model)
+    for store in stores:
+        for tensor in store.tensors.values():
+            tensor.view(torch.uint8).zero_()
+    model.load_state_dict(state)
+    assert places() == memory
+    assert bit_equal(logits(model), wanted)
 
 
 def test_a_state_dict_that_does_not_fit_is_named(model):

@@ -163,8 +163,15 @@ def expert_weights(module: Any, plan: Plan) -> ExpertWeights:
         return ExpertWeights(gate_up, down, first, second, plan.activation, norm)
 
     if torch.compiler.is_compiling() or (flags.transposed and torch.is_grad_enabled()):
-        return make()  # views are to be recorded with each call
+        return anew(plan, make)  # views are to be recorded with each call
     return kept(plan, (norm, *(t.data_ptr() for t in sides)), (*sides, first, second), make)
+
+
+def anew(plan: Plan, make: Callable[[], ExpertWeights]) -> ExpertWeights:
+    """The weights of one call that is recorded; what the plan keeps goes: it would keep replaced parameters alive."""
+    if not torch.compiler.is_compiling():
+        plan.built.clear()
+    return make()
 
 
 def kept(

@@ -53,7 +53,7 @@ def why_not_in_place(weight: Tensor) -> str | None:
 def make_k_contiguous(weight: nn.Parameter) -> str:
     """Rearrange `weight` [E, K, N] in place where that is safe, with one expert's matrix as temporary storage.
 
-    Ctrl-C on the way takes effect when it is done.
+    Ctrl-C on the way takes effect when it is done; any other exception leaves it as it was.
 
     Returns:
         "K-contiguous", or "strided (reason)" when the storage was left as it was.
@@ -76,6 +76,10 @@ def make_k_contiguous(weight: nn.Parameter) -> str:
                 weight.data = stored.transpose(1, 2)
             except (KeyboardInterrupt, SystemExit) as error:
                 interrupt = error
+            except BaseException:
+                if not is_k_contiguous(weight):
+                    _turn_back(stored[: stored._version - start], turned)
+                raise
         if interrupt is not None:
             raise interrupt
     return K_CONTIGUOUS
@@ -96,6 +100,12 @@ def separate_state(module: nn.Module) -> None:
     """Have `separate` run for every state dict of `module`, once."""
     if separate not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(separate)
+
+
+def _turn_back(finished: Tensor, spare: Tensor) -> None:
+    columns, rows = spare.shape
+    for matrix in finished:
+        matrix.view(rows, columns).copy_(spare.view(rows, columns).copy_(matrix.t()))
 
 
 def _users(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ from transformers.utils.logging import tqdm
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
 from moestro.checkpoint.scheme import MARK, METHOD, format_for, in_any_order
+from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
 from moestro.hf.config import MoestroConfig
@@ -66,8 +67,7 @@ class MoestroQuantizer(HfQuantizer):
             )
         _refuse_sharding(model)
         self._checkpoint = _open(checkpoint_files)
-        if not self.source.changes_nothing:  # moestro wrote the files
-            _warn_unmarked(Path(self._checkpoint.files[0]).with_name("config.json"))
+        _warn_unmarked(self._checkpoint.files[0].with_name("config.json"))
         reader = Reader(model, self._checkpoint, self.source)
         self._layers, config = reader.layers, self.quantization_config
         self._targets = _targets(self._layers, config)
@@ -182,7 +182,10 @@ def _warn_unmarked(path: Path) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a variant whose configuration has another name
         return
-    if isinstance(found, dict) and any(found.get(key) != value for key, value in MARK.items()):
+    if not isinstance(found, dict) or all(found.get(key) == value for key, value in MARK.items()):
+        return
+    kept = found.get("quantization_config")
+    if isinstance(kept, dict) and kept.get("quant_method") == METHOD:
         line = ", ".join(f'"{key}": "{value}",' for key, value in MARK.items())
         warnings.warn(
             f"{path} was written by an earlier moestro. It loads correctly here, but Transformers alone would fill its"
@@ -224,7 +227,10 @@ def _open(files: Sequence[str] | None) -> Checkpoint:
             needs="safetensors files, whose tensors can be used where they are",
             fix="Save the model again with save_pretrained.",
         )
-    return open_checkpoint(paths)
+    folder = paths[0].parent
+    found = {path.name for path in folder.glob("*.safetensors")}
+    named = SINGLE in found or (folder / INDEX).is_file()  # Transformers also takes variants, which have other names
+    return open_checkpoint(folder if named and found == {path.name for path in paths} else paths)
 
 
 def _leave_alone(model: Any, reader: Reader, path: str) -> None:

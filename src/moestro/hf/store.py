@@ -264,6 +264,7 @@ class ExpertStore(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
         missing_keys, _, error_msgs = lists
+        mapped = self.mapped
         for name, tensor in list(self.tensors.items()):
             key, given = prefix + name, state_dict.get(prefix + name)
             if given is None:
@@ -273,8 +274,10 @@ class ExpertStore(nn.Module):
                 error_msgs.append(f"{key}: {given.dtype} {list(given.shape)}, {stored}")
             elif local_metadata.get("assign_to_params_buffers", False):
                 self._take(name, given)
-            else:
+            elif mapped:
                 self._take(name, torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(given))
+            else:
+                tensor.copy_(given)
         self._build()
 
     def extra_repr(self) -> str:

@@ -63,8 +63,20 @@ class TextModel:
 
 
 def bundled_folder() -> Path:
-    """Where the package keeps its own model."""
-    return Path(__file__).parent.parent / "bundled"
+    """Where the package keeps its own model.
+
+    Raises:
+        InvalidInputError: this installation has none.
+    """
+    folder = Path(__file__).parent.parent / "bundled"
+    if not (folder / "config.json").is_file():
+        raise invalid_input(
+            OPERATION,
+            got="an installation without the bundled model",
+            needs=f"a model in {folder}",
+            fix="Reinstall moestro, or name a model.",
+        )
+    return folder
 
 
 def find_text_model(model: str | Path | None = None) -> TextModel:

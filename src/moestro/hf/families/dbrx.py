@@ -42,7 +42,7 @@ def _weights(module: Any, mlp: Any) -> ExpertWeights:
         return ExpertWeights(gate_up, dense(down.transpose(1, 2)), activation=plan.activation)
 
     if recorded:
-        return make()
+        return experts.anew(plan, make)
     return experts.kept(plan, tuple(t.data_ptr() for t in matrices), matrices, make)
 
 

@@ -38,14 +38,20 @@ def expert_weights(names: tuple[str, str], module: Any) -> ExpertWeights:
     if module.training and own.dropout.p > 0:
         activation = Activation("custom", gated=False, function=lambda z: own.dropout(own.act(z)))
 
+    parameters = [p for layer in (*first, *second) for p in (layer.weight, layer.bias) if p is not None]
+    recorded = is_recorded(parameters)
+
     def make() -> ExpertWeights:
         gate_up, down = (stacked([layer.weight for layer in layers]) for layers in (first, second))
-        return ExpertWeights(gate_up, down, _biases(first), _biases(second), activation)
+        return ExpertWeights(gate_up, down, _biases(first, recorded), _biases(second, recorded), activation)
 
-    weights = [layer.weight for layer in (*first, *second)]
-    if first[0].bias is not None or activation is not plan.activation or is_recorded(weights):
-        return make()
-    return experts.kept(plan, (), weights, make)
+    if activation is not plan.activation or recorded:
+        return experts.anew(plan, make)
+    weights = experts.kept(plan, (parameters[0].device,), parameters, make)
+    for layers, stack in ((first, weights.gate_up_bias), (second, weights.down_bias)):
+        if stack is not None:  # a copy, which may be out of date
+            torch.stack([layer.bias for layer in layers], out=stack)
+    return weights
 
 
 def forward_switch(
@@ -120,8 +126,14 @@ def _layers(module: Any, name: str) -> list[Any]:
     return [plain(module, path, nn.Linear) for path in paths]
 
 
-def _biases(layers: list[Any]) -> Tensor | None:
-    return None if layers[0].bias is None else torch.stack([layer.bias for layer in layers])
+def _biases(layers: list[Any], recorded: bool) -> Tensor | None:
+    if layers[0].bias is None:
+        return None
+    biases = [layer.bias for layer in layers]
+    if recorded:
+        return torch.stack(biases)
+    with torch.inference_mode(False), torch.no_grad():  # later calls write to it
+        return torch.stack(biases)
 
 
 _LAYOUT = "two linear layers an expert, not gated"
