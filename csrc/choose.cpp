@@ -72,8 +72,8 @@ constexpr FewestTiled kFewestTiled[] = {
     {Element::e4m3, Scale::none, 3, 3}, {Element::i8, Scale::none, 5, 6}, {Element::e2m1, Scale::e8m0, 2, 3},
     {Element::e2m1, Scale::none, 5, 8}, {Element::i4, Scale::none, 4, 6}, {Element::u4, Scale::none, 4, 5},
 };
-// Where tiles are made of vectors: beside floats, rows of bfloat16, and int8 with a residual. For 32 columns a tile takes
-// 16 products, however many of its tokens are there; the others take 2, 1 and 1 for each token.
+// Where tiles are made of vectors: beside floats, rows of bfloat16, and int8 with a residual. For 32 columns a tile
+// takes 16 products, however many of its tokens are there; the others take 2, 1 and 1 for each token.
 constexpr int64_t kFewestOfVectors = 10, kFewestBesideBfloat16 = 16, kFewestBesideResidual = 48;
 
 int64_t fewest_tiled(const TileOps& tiles, const Projection& p, Input input) {
