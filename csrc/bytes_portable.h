@@ -1,5 +1,5 @@
-// The byte part of the vector vocabulary for any processor: 16 bytes or 4 integers of 32 bits. See bytes_avx512.h for what
-// each does. The bytes of an integer stand in its memory in order, whatever the processor's.
+// The byte part of the vector vocabulary for any processor: 16 bytes or 4 integers of 32 bits. See bytes_avx512.h for
+// what each does. The bytes of an integer stand in its memory in order, whatever the processor's.
 #pragma once
 
 #include <cmath>

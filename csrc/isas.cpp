@@ -8,14 +8,20 @@ extern const Isa kAmx, kAmxInt8, kAvx512Bf16;
 #if defined(__x86_64__)
 extern const Isa kAvx512Vnni, kAvx512, kAvx2;
 #endif
+#if defined(__aarch64__)
+extern const Isa kNeonDotprod, kNeon;
+#endif
 extern const Isa kPortable;
 
 const Isa* const kIsas[] = {
 #if defined(MOESTRO_AMX)
-    &kAmx,        &kAmxInt8, &kAvx512Bf16,
+    &kAmx,         &kAmxInt8, &kAvx512Bf16,
 #endif
 #if defined(__x86_64__)
-    &kAvx512Vnni, &kAvx512,  &kAvx2,
+    &kAvx512Vnni,  &kAvx512,  &kAvx2,
+#endif
+#if defined(__aarch64__)
+    &kNeonDotprod, &kNeon,
 #endif
     &kPortable};
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);

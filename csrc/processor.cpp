@@ -3,8 +3,11 @@
 #include <stdexcept>
 
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace moestro {
@@ -38,6 +41,24 @@ bool tiles_allowed() {
 constexpr bool has_extended(int) { return false; }
 constexpr bool has_avx_vnni() { return false; }
 constexpr bool tiles_allowed() { return false; }
+#endif
+
+#if defined(__aarch64__)
+constexpr bool has_asimd() { return true; }  // a part of the architecture
+bool has_asimddp() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1;
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found;
+#else
+    return false;
+#endif
+}
+#else
+constexpr bool has_asimd() { return false; }
+constexpr bool has_asimddp() { return false; }
 #endif
 
 struct FeatureTest {

@@ -25,6 +25,8 @@ namespace moestro {
     FEATURE(amx_tile, "AMX-TILE", has_extended(24))               \
     FEATURE(amx_bf16, "AMX-BF16", has_extended(22))               \
     FEATURE(amx_int8, "AMX-INT8", has_extended(25))               \
+    FEATURE(asimd, "NEON", has_asimd())                           \
+    FEATURE(asimddp, "NEON dot products", has_asimddp())          \
     FEATURE(tiles_allowed, "a system that lets tiles be used", tiles_allowed())
 
 #define MOESTRO_FEATURE(name, text, test) name,

@@ -72,6 +72,8 @@ inline void wait_for(const std::atomic<int64_t>& count, int64_t wanted) {
     for (int spins = 0; count.load(std::memory_order_acquire) < wanted; ++spins) {
 #if defined(__x86_64__)
         _mm_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
 #endif
         if (spins > 1000) std::this_thread::yield();
     }
