@@ -114,7 +114,7 @@ template <int J> inline uint32x4_t nibble_on_top(I words) {
     if constexpr (J == 7) return as_words(words);
     else return vshlq_n_u32(as_words(words), 28 - 4 * (J < 7 ? J : 0));
 }
-// Twice the value in the upper byte of a lane: 2^25 of them are one. Nibble 8 is minus zero, whose double is no intege
+// Twice the value in the upper byte of a lane: 2^25 of them are one. Nibble 8 is minus zero.
 template <int J> inline F nibble(E2m1 values, I words) {
     const uint8x16_t at = vreinterpretq_u8_u32(nibble_index<J>(words));
     const int32x4_t found = vreinterpretq_s32_u8(vqtbl1q_u8(values.doubled, at));
