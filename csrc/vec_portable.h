@@ -1,5 +1,5 @@
-// The vector vocabulary for any processor: 4 lanes, in vectors of the compiler (an extension of gcc and clang), which it
-// puts into those of the processor (SSE2, NEON).
+// The vector vocabulary for any processor: 4 lanes, in vectors of the compiler (an extension of gcc and clang), which
+// it puts into those of the processor (SSE2, NEON).
 #pragma once
 
 #include <cstdint>
