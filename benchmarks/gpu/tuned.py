@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 
-from moestro import settings
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile
 
 VERSION = 1
@@ -79,8 +79,13 @@ def device_name(device: torch.device) -> str:
     return f"{found.name} sm_{found.major}{found.minor} x{found.multi_processor_count}"
 
 
+def folder() -> Path:
+    """Where plans are kept: under $XDG_CACHE_HOME where that is set, else under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moestro" / "tuned"
+
+
 def _file(name: str) -> Path:
-    return settings.cache_folder() / "tuned" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+    return folder() / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
 
 
 def _read(path: Path) -> dict[str, dict[int, Plan]]:

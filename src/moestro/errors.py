@@ -5,6 +5,8 @@ Every message has the same four parts: the operation, what it got, what it needs
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class MoestroError(Exception):
     """Base of every error moestro raises on purpose."""
@@ -21,6 +23,19 @@ class UnsupportedError(MoestroError, NotImplementedError):
 def invalid_input(operation: str, *, got: str, needs: str, fix: str) -> InvalidInputError:
     """Build an `InvalidInputError` whose text names the operation, the got, the needed and the way out."""
     return InvalidInputError(f"[{operation}] got {got}; needs {needs}. {fix}")
+
+
+def not_one_of(
+    operation: str, name: str, value: object, allowed: Iterable[str], fix: str = "Pick one of these."
+) -> InvalidInputError:
+    """The error for an argument that is none of the names that it may be."""
+    return invalid_input(operation, got=f"{name}={value!r}", needs=f"one of {', '.join(allowed)}", fix=fix)
+
+
+def several_devices(operation: str, **tensors: object) -> InvalidInputError:
+    """The error for tensors that lie apart: the device of each, by its name."""
+    got = ", ".join(f"{name} on {device}" for name, device in tensors.items())
+    return invalid_input(operation, got=got, needs="one device", fix="Move them to one with .to(device).")
 
 
 def unsupported(operation: str, *, got: str, needs: str, fix: str) -> UnsupportedError:

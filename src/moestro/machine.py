@@ -222,9 +222,7 @@ def describe() -> dict[str, Any]:
 def available_bytes(device: torch.device | str = "cpu", root: Path = _ROOT) -> int:
     """Bytes that can be allocated now: free device memory, or what the kernel and every limit leave on a CPU.
 
-    Args:
-        device: "cpu", or an accelerator of this process.
-        root: the folder that holds proc and sys.
+    `root` is the folder that holds proc and sys.
     """
     device = torch.device(device)
     if device.type != "cpu":

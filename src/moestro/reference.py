@@ -165,28 +165,6 @@ def topk(scores: Tensor, k: int) -> Tensor:
     return scores.shape[-1] - 1 - flipped[..., :k]
 
 
-def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    """The most common router: softmax over all experts, then the top k, optionally renormalised over them."""
-    scores = torch.softmax(logits.float(), dim=-1)
-    ids = topk(scores, top_k)
-    weights = scores.gather(-1, ids)
-    return Routing(ids, weights / weights.sum(-1, keepdim=True) if renormalize else weights)
-
-
-def group_limited_topk(
-    logits: Tensor, correction: Tensor, *, top_k: int, num_groups: int, top_groups: int, scale: float
-) -> Routing:
-    """DeepSeek-V3: sigmoid scores; `correction` [E] decides who is selected and never reaches the weights."""
-    scores = torch.sigmoid(logits.float())
-    biased = scores + correction
-    by_group = biased.reshape(biased.shape[0], num_groups, biased.shape[1] // num_groups)
-    group_score = by_group.topk(2, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(-1, topk(group_score, top_groups), True)
-    ids = topk(by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2), top_k)
-    weights = scores.gather(-1, ids)
-    return Routing(ids, weights / weights.sum(-1, keepdim=True) * scale)
-
-
 def group_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[list[int], list[int], list[int]]:
     """(token, slot) pairs in expert order, earlier pairs first: token ids, slots, offsets [E + 1]."""
     tokens, slots, offsets = [], [], [0]

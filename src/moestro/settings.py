@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.compiler import is_dynamo_compiling
 
@@ -57,14 +56,6 @@ MASKED = tuple(os.environ.get(MASK_VARIABLE, "").replace(",", " ").split())
 def bench_peers() -> str | None:
     """The folder of peers that the benchmark may run beside those of PyTorch and Transformers; read when asked."""
     return os.environ.get(BENCH_PEERS_VARIABLE) or None
-
-
-def cache_folder() -> Path:
-    """Where files may be kept that can be made again: moestro's folder in the user's cache directory; read when asked.
-
-    The directory is $XDG_CACHE_HOME where that is set, else ~/.cache.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moestro"
 
 
 @contextmanager

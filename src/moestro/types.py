@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, not_one_of, several_devices
 
 EMPTY = -1
 """The expert id of an empty slot: it costs nothing and adds nothing."""
@@ -76,12 +76,7 @@ class Routing:
                 fix="Use routing_weights.float().",
             )
         if ids.device != weights.device:
-            raise invalid_input(
-                "Routing",
-                got=f"expert_ids on {ids.device} and routing_weights on {weights.device}",
-                needs="one device",
-                fix="Move one with .to(device).",
-            )
+            raise several_devices("Routing", expert_ids=ids.device, routing_weights=weights.device)
         if self.weight_on not in ("output", "input"):
             raise invalid_input(
                 "Routing", got=f"weight_on={self.weight_on!r}", needs='"output" or "input"', fix="Pick one of the two."
@@ -138,22 +133,11 @@ class Routing:
         if self.checked_for is not None and self.checked_for <= num_experts:
             return
         ids = self.expert_ids
-        in_range = ((ids >= EMPTY) & (ids < num_experts)).all()
+        check_range(ids, num_experts, operation)
         finite = (torch.isfinite(self.routing_weights) | (ids == EMPTY)).all()
         if ids.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
             torch._assert_async(finite, f"[{operation}] routing_weights must be finite")
-            self.mark_checked(num_experts)
-            return
-        if not in_range:
-            low, high = torch.aminmax(ids)
-            raise invalid_input(
-                operation,
-                got=f"expert_ids from {int(low)} to {int(high)}",
-                needs=f"ids in -1..{num_experts - 1} (-1 is an empty slot)",
-                fix="Check the router's num_experts against the weights'.",
-            )
-        if not finite:
+        elif not finite:
             raise invalid_input(
                 operation,
                 got="routing_weights with NaN or infinity",
@@ -161,6 +145,21 @@ class Routing:
                 fix="Look for NaN in the router's input or its logits.",
             )
         self.mark_checked(num_experts)
+
+
+def check_range(expert_ids: Tensor, num_experts: int, operation: str) -> None:
+    """Refuse ids outside -1..num_experts-1; an assertion on the device where reading them is not free."""
+    in_range = ((expert_ids >= EMPTY) & (expert_ids < num_experts)).all()
+    if expert_ids.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
+    elif not in_range:
+        low, high = torch.aminmax(expert_ids)
+        raise invalid_input(
+            operation,
+            got=f"expert_ids from {int(low)} to {int(high)}",
+            needs=f"ids in -1..{num_experts - 1} (-1 is an empty slot)",
+            fix="Check the router's num_experts against the weights'.",
+        )
 
 
 ActivationKind = Literal["silu", "gelu", "gelu-tanh", "relu", "relu2", "sigmoid", "tanh", "identity", "custom"]
@@ -202,12 +201,7 @@ class Activation:
     def __post_init__(self) -> None:
         kinds = ActivationKind.__args__  # type: ignore[attr-defined]
         if self.kind not in kinds:
-            raise invalid_input(
-                "Activation",
-                got=f"kind={self.kind!r}",
-                needs=f"one of {', '.join(kinds)}",
-                fix='Use kind="custom" with a function for anything else.',
-            )
+            raise not_one_of("Activation", "kind", self.kind, kinds, 'Use kind="custom" with a function for another.')
         idle = {"alpha": self.alpha != 1.0 and self.kind != "silu"} | {
             name: not self.gated and getattr(self, name) != 0 for name in ("interleaved", "up_offset")
         }

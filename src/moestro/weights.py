@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moestro import formats
-from moestro.errors import invalid_input, unsupported
+from moestro.errors import invalid_input, not_one_of, unsupported
 from moestro.formats import INTEGERS, PackedTensor, SplitTensor, StoredExperts, WeightFormat, dense
 from moestro.formats.encode import Search
 from moestro.types import SWIGLU, Activation, InputFormat, register_pytree, unchecked
@@ -220,18 +220,11 @@ _MULTIPLIED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def check_input_format(input_format: str, stored: Iterable[WeightFormat], operation: str) -> None:
-    """Check that rows of this format can be multiplied by weights of all these.
-
-    Raises:
-        InvalidInputError: not an input format.
-        UnsupportedError: int8 inputs and weights that are no integers, or fp8-e4m3 inputs and weights that are not.
-    """
+    """Check that there is such an input format, and that its rows can be multiplied by weights of all these."""
     if input_format == "float":
         return
     if input_format not in _MULTIPLIED:
-        raise invalid_input(
-            operation, got=f"input_format={input_format!r}", needs='"float", "int8" or "fp8-e4m3"', fix="Pick one."
-        )
+        raise not_one_of(operation, "input_format", input_format, ("float", *_MULTIPLIED))
     elements, called = _MULTIPLIED[input_format]
     for form in stored:
         if form.element not in elements:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import tune as script
 from gpu import tune, tuned
-from moestro import settings
 from moestro.bench import make_layer
 from moestro.errors import UnsupportedError
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, choose, shared_bytes
@@ -219,4 +218,4 @@ def test_arguments_that_cannot_be(given: tuple[str, str]) -> None:
 
 def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert settings.cache_folder() == Path.home() / ".cache" / "moestro"
+    assert tuned.folder() == Path.home() / ".cache" / "moestro" / "tuned"

@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 
 import moestro
 from moestro.cli import app
-from moestro.hf.generate import _observed
 from moestro.ops import dispatch
+from moestro.ops.expert_mlp import EXPERT_MLP
 from moestro.ops.native import ISAS
 
 PROMPT = "class Queue:"
@@ -392,9 +392,8 @@ def test_too_little_memory_is_named(model_folder: Path, monkeypatch: pytest.Monk
         assert advice in result.stderr
 
 
-def test_overlapping_watchers_leave_nothing_behind() -> None:
-    seen: list[object] = []
-    first, second = _observed(seen.append), _observed(seen.append)
+def test_overlapping_observers_leave_nothing_behind() -> None:
+    first, second = (dispatch.observed(EXPERT_MLP, lambda *told: None) for _ in range(2))
     with first, second:
         assert len(dispatch._OBSERVERS.get()) == 2
     assert dispatch._OBSERVERS.get() == ()

@@ -15,7 +15,7 @@ from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, PackedTensor, SplitTensor, quantize
 from moestro.ops import dispatch
-from moestro.ops.expert_mlp import cpu, triton, tuning
+from moestro.ops.expert_mlp import EXPERT_MLP, cpu, triton, tuning
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -216,10 +216,10 @@ def calls():
     """The names of the instruction sets that ran, in order."""
     names = []
 
-    def tell(operation, prepared, arguments, result):
+    def tell(prepared, arguments, result):
         names.append(prepared.implementation.removeprefix("cpu-"))
 
-    with dispatch.observed(tell):
+    with dispatch.observed(EXPERT_MLP, tell):
         yield names
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moestro.errors import invalid_input, unsupported
+from moestro.errors import not_one_of, unsupported
 from moestro.reference import one_expert
 from moestro.types import EMPTY, GPT_OSS_SWIGLU, SWIGLU, Activation, Routing, WeightOn
 from moestro.weights import ExpertWeights
@@ -70,9 +70,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def named(name: str) -> LayerSpec:
     """The layer of this name, or an InvalidInputError."""
     if name not in LAYERS:
-        raise invalid_input(
-            "bench layer", got=f"layer {name!r}", needs=f"one of {', '.join(LAYERS)}", fix="Or 'all' for every one."
-        )
+        raise not_one_of("bench layer", "layer", name, LAYERS, "Or 'all' for every one.")
     return LAYERS[name]
 
 
@@ -131,12 +129,9 @@ class Layer:
 
 
 def experts_that_fit(spec: LayerSpec, dtype: torch.dtype, free_bytes: int, num_tokens: int) -> int:
-    """How many of the layer's experts fit into memory, all of them at most.
+    """How many of the layer's experts fit into memory, all of them at most; an UnsupportedError below top_k.
 
     Beside them fit `RESERVE_BYTES` and twice what a call on `num_tokens` tokens works on.
-
-    Raises:
-        UnsupportedError: not even top_k of them do.
     """
     each = _stored_bytes(spec, dtype, 1)
     reserve = RESERVE_BYTES + 2 * working_bytes(spec, dtype, num_tokens * spec.top_k)

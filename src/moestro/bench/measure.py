@@ -31,15 +31,9 @@ Say = Callable[[str], None]
 
 
 def run(plan: Plan, on_point: Say = lambda text: None) -> Report:
-    """Measure the roof, then every point of the plan.
+    """Measure the roof, then every point of the plan; `on_point` is called with a short description before each.
 
-    Args:
-        plan: what to measure.
-        on_point: called with a short description before each point.
-
-    Raises:
-        UnsupportedError: memory does not hold the top_k experts of any layer; where it holds some layers', the
-            others are named in the notes.
+    Layers of which memory does not hold the top_k experts are named in the notes; an UnsupportedError if all are such.
     """
     report, plan = start(plan)
     try:
@@ -77,11 +71,8 @@ def start(plan: Plan) -> tuple[Report, Plan]:
 def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[UnsupportedError]:
     """Add a row for every variant at every point of the plan, in its order.
 
-    Returns:
-        what was said of the layers that memory does not hold, and that have no rows; the notes say it too.
-
-    Raises:
-        DeviceLostError: a variant broke the device. The point has no rows then, those before it have.
+    Returns what was said of the layers that memory does not hold, and that have no rows; the notes say it too. Where a
+    variant breaks the device, a DeviceLostError, the point has no rows, those before it have.
     """
     refusals = []
     for _, found in groupby(plan.points(), key=lambda place: (place.spec, place.dtype)):

@@ -40,9 +40,6 @@ def roofline(report: Report, path: str | Path) -> None:
 
     x is FLOP per byte of active weights as a variant stores them, y is GFLOP/s, both logarithmic; every dot is a number
     of tokens, every format has a marker of its own. The solid roof is the matmuls'; the peaks are those of registers.
-
-    Raises:
-        InvalidInputError: the report has no measured row, or the ending names no picture format.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

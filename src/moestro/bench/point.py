@@ -129,11 +129,7 @@ class Point:
 
 
 def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> list[Row]:
-    """A row for each variant: those that can be called are checked and timed, `seconds` each.
-
-    Raises:
-        DeviceLostError: one of them broke the device.
-    """
+    """A row for each variant: those that can be called are checked and timed, `seconds` each."""
     place = point.place
     verdicts = {v.name: point.judge(v, prepared[v.name]) for v in place.variants}
     right = {name: bind for name, bind in prepared.items() if verdicts[name][0] == "ok" and not isinstance(bind, str)}

@@ -147,16 +147,9 @@ class Outputs:
 def plan_outputs(checkpoint: Checkpoint, experts: Sequence[ExpertSource], scheme: Scheme, shard_bytes: int) -> Outputs:
     """Plan what quantising writes; no byte of a tensor is read.
 
-    Args:
-        checkpoint: the source.
-        experts: its experts; every other tensor is copied.
-        scheme: the format of each.
-        shard_bytes: the most tensor bytes of a file. A projection, or a copied tensor, that is larger has its own.
-
-    Raises:
-        InvalidInputError: no experts, an override that matches none, a format that cannot store a projection, or one
-            that is no use for experts that are packed already: every such projection is named, not the first alone.
-            Two tensors of one name.
+    Tensors that are no experts are copied; a projection, or a copied tensor, of more than `shard_bytes` has a file of
+    its own. Refused are no experts, an override that matches none, two tensors of one name, and formats that cannot
+    store a projection or are no use for one that is packed already: all such projections are named.
     """
     _check_overrides(checkpoint, experts, scheme)
     projections = [Projection.of(source, scheme.format_of(source.target)) for source in experts]

@@ -200,10 +200,8 @@ def other_files(folder: Path) -> list[Path]:
     """Files of a model's folder that belong to the model beside weights and configuration, relative to it, sorted.
 
     Tokenizers, templates, generation settings, code, the model card and the like: everything that is not weights, an
-    index or checksums of them, config.json, hidden, or unfinished. Links to folders are not followed.
-
-    Raises:
-        InvalidInputError: a link to a file outside the folder, other than those a cache of the hub is made of.
+    index or checksums of them, config.json, hidden, or unfinished. Links to folders are not followed, those to files
+    outside the folder refused, other than those a cache of the hub is made of.
     """
     found = []
     for path in folder.rglob("*"):

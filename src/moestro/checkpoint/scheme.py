@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any
 
 from moestro.errors import invalid_input
 from moestro.formats import WeightFormat, find_format
-from moestro.formats.encode import Search
-
-SEARCHES = get_args(Search)
+from moestro.formats.encode import Search, check_search
 
 OPERATION = "quantize"
 
@@ -50,13 +48,7 @@ class Scheme:
     def __post_init__(self) -> None:
         for name in (self.format, *self.overrides.values()):
             find_format(name)
-        if self.search not in SEARCHES:
-            raise invalid_input(
-                OPERATION,
-                got=f"search {self.search!r}",
-                needs=" or ".join(SEARCHES),
-                fix="mse takes longer, and errs less.",
-            )
+        check_search(self.search, OPERATION)
 
     def format_of(self, target: str) -> WeightFormat:
         """The format of the projection of this full name."""
@@ -104,11 +96,7 @@ def in_any_order(targets: Iterable[str], usual: str | None, overrides: Mapping[s
 
 
 def check_keys(config: Mapping[str, Any], operation: str) -> None:
-    """Refuse a `quantization_config` of moestro that says what this version does not know.
-
-    Raises:
-        InvalidInputError: unknown keys, or another version than those until now.
-    """
+    """Refuse a `quantization_config` of moestro with unknown keys, or of another version than those until now."""
     version = config.get("version", VERSION)
     unknown = sorted(str(key) for key in config if key not in KEYS)
     known = type(version) is int and 1 <= version <= VERSION

@@ -100,7 +100,9 @@ def _write(matrix: PackedTensor, out: Tensor) -> None:
     for start in range(0, out.shape[0], height):
         target = out[start : start + height]
         panel = target if direct else values[: target.shape[0]]
-        _write_panel(matrix.rows(start, start + target.shape[0]), panel)
+        part = matrix.rows(start, start + target.shape[0])
+        for weights, step in _over_blocks(panel, _write_codes(part, panel), part.format):
+            weights.mul_(step)
         if not direct:
             target.copy_(panel)
 
@@ -109,12 +111,6 @@ def panel_height(format: WeightFormat, num_rows: int, num_columns: int) -> int:
     """Rows of a panel: a multiple of the rows that share a scale, of as many weights as stay in cache."""
     together = 1 if format.scaling is None else max(format.scaling.rows, 1)
     return min(max(_PANEL // max(num_columns, 1) // together, 1) * together, max(num_rows, 1))
-
-
-def _write_panel(panel: PackedTensor, out: Tensor) -> None:
-    """The values of a few rows, into a contiguous float32 tensor."""
-    for weights, step in _over_blocks(out, _write_codes(panel, out), panel.format):
-        weights.mul_(step)
 
 
 def _write_codes(panel: PackedTensor, out: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moestro.errors import InvalidInputError, invalid_input
+from moestro.errors import InvalidInputError, invalid_input, not_one_of
 from moestro.formats.base import PackedTensor, Scaling, WeightFormat
 from moestro.formats.codec import Bounds, Codec, Steps, float32_steps
 from moestro.formats.decode import DTYPES, panel_height
@@ -54,8 +54,7 @@ def quantize(
             needs="[rows, columns] or [num_experts, rows, columns] of float32, bfloat16, float16 or float64",
             fix="Dequantize packed weights first.",
         )
-    if search not in ("nearest", "mse"):
-        raise invalid_input("quantize", got=f"search={search!r}", needs='"nearest" or "mse"', fix="Name one of them.")
+    check_search(search, "quantize")
     check_shape(format, weight.shape[-2], weight.shape[-1], "quantize")
     with torch.no_grad():
         if format.is_dense:
@@ -73,6 +72,12 @@ def quantize(
             else:
                 _Encoder(source, CODECS[find_format(format.name)], target).write(search)
     return packed
+
+
+def check_search(search: str, operation: str) -> None:
+    """Refuse what is no `Search`."""
+    if search not in get_args(Search):
+        raise not_one_of(operation, "search", search, get_args(Search), "mse takes longer, and errs less.")
 
 
 def check_shape(format: WeightFormat, num_rows: int, num_columns: int, operation: str) -> None:

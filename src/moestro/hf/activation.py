@@ -21,16 +21,10 @@ _AGREEMENT = 2e-6
 
 
 def recognise(function: Function, gated: bool, constants: tuple[float, ...] = ()) -> Activation:
-    """The `Activation` that computes what `function` computes.
+    """The `Activation` of what `function` does, [R, 2 * I] (gated) or [R, I] to [R, I], in float32 on the CPU.
 
-    Args:
-        function: maps [R, 2 * I] (gated) or [R, I] to [R, I]; called on small float32 CPU tensors.
-        gated: whether the argument holds gate and up.
-        constants: numbers the module carries (limits, slopes), tried as `limit` and `alpha`.
-
-    Returns:
-        The first data form that agrees on inputs from 1e-3 to 1e4 in size and of both signs, and beyond every
-        constant; otherwise kind "custom" around `function` itself.
+    It is the first data form that agrees on inputs from 1e-3 to 1e4 in size and of both signs, and beyond each of the
+    `constants` that a module carries, which are tried as `limit` and `alpha`; else kind "custom" around the function.
     """
     probe = _probe(constants)
     with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -11,15 +11,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moestro.checkpoint.scheme import KEYS, METHOD, VERSION, check_keys
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import find_format
-from moestro.formats.encode import Search
+from moestro.formats.encode import check_search
 from moestro.hf.dense import check_choice
 from moestro.types import InputFormat
 from moestro.weights import check_input_format
 
 QUANTIZED = ("fp8", "mxfp4", METHOD)
 """Transformers' names of the methods whose checkpoints are read as they are."""
-
-SEARCHES = get_args(Search)
 
 
 @register_quantization_config(METHOD)
@@ -33,10 +31,7 @@ class MoestroConfig(QuantizationConfigMixin):
         overrides: patterns (with ``*``) on the full name of a projection, such as "*.layers.0.*" or "*down_proj", each
             with the format of those that match; the last that matches decides.
         rest: the quantisation config of the checkpoint's other layers, where they have one.
-        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers;
-            "fp8-e4m3" to multiply 8-bit floats. That is how this run computes, and is not saved.
-        projections: also run every `nn.Linear` of 16 bits in the native engine, as `moestro.accelerate` does. It is not
-            saved either.
+        input_format, projections: as for `moestro.load`: how this run computes, which is not saved.
 
     Raises:
         InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
@@ -57,10 +52,7 @@ class MoestroConfig(QuantizationConfigMixin):
         _check_form(format, overrides, rest)
         check_input_format(input_format, (), "MoestroConfig")
         check_choice(projections, "MoestroConfig")
-        if search not in SEARCHES:
-            raise invalid_input(
-                "MoestroConfig", got=f"search={search!r}", needs=f"one of {', '.join(SEARCHES)}", fix="Pick one."
-            )
+        check_search(search, "MoestroConfig")
         self.quant_method = METHOD
         self.version = VERSION
         self.format = None if format is None else find_format(format).name

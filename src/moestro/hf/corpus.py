@@ -33,10 +33,7 @@ def read_corpus(tokenizer: Any, context: int, path: Path | None = None, limit: i
     """Read and tokenise a text, whole documents first to last until `limit` tokens are predicted, or all.
 
     The text is one document in UTF-8, or, where no path is given, the held-out files. Windows have at most `context`
-    tokens.
-
-    Raises:
-        InvalidInputError: the file is missing, unreadable, empty or not UTF-8, or the text has not two tokens.
+    tokens. It has to have two.
     """
     documents: list[Tensor] = []
     num_tokens = num_bytes = 0

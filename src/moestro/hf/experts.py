@@ -98,11 +98,7 @@ def flags_of(module: nn.Module) -> Flags:
 
 
 def inspect(module: nn.Module, flags: Flags | None = None) -> Plan:
-    """Read an experts module without changing it.
-
-    Raises:
-        UnsupportedError: its parameters are not what the flags say, or not ordinary floating-point tensors.
-    """
+    """Read an experts module without changing it; refuse parameters that are not what the flags say, or not dense."""
     flags = flags or flags_of(module)
     needed = [flags.up_name, "down_proj"]
     needed += [f"{name}_bias" for name in needed] if flags.biased else []

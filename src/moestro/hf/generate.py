@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moestro.errors import invalid_input
 from moestro.hf.text_model import TextModel
-from moestro.ops.dispatch import Operation, Prepared, observed
+from moestro.ops.dispatch import Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP
 
 DEFAULT_NEW_TOKENS = 256
@@ -41,9 +41,6 @@ class Sampling:
         min_p: 0 to 1.
         repetition_penalty: above 0; 1 for none.
         seed: of the random numbers.
-
-    Raises:
-        InvalidInputError: a value outside its range.
     """
 
     max_new_tokens: int | None = None
@@ -132,8 +129,7 @@ def generate(
         chat: put the prompt through the tokenizer's chat template, as the user's message.
 
     Raises:
-        InvalidInputError: an empty prompt, no chat template, a prompt or max_new_tokens beyond the model's context,
-            a sampling option where nothing is sampled, or logits that are not finite where tokens are sampled.
+        InvalidInputError: what `check` refuses, or logits that are not finite where tokens are sampled.
     """
     sampling = Sampling() if sampling is None else sampling
     inputs = _encode(text_model, prompt, chat)
@@ -141,8 +137,12 @@ def generate(
     prompt_ran: dict[Ran, None] = {}
     new_ran: dict[Ran, None] = {}
     streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None))
+
+    def tell(prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+        (new_ran if streamer.times else prompt_ran).setdefault(Ran(prepared.implementation, prepared.walk))
+
     with (
-        _observed(lambda ran: (new_ran if streamer.times else prompt_ran).setdefault(ran)),
+        observed(EXPERT_MLP, tell),
         torch.random.fork_rng(enabled=sampling.seed is not None),
         _finite(text_model.name),
     ):
@@ -240,7 +240,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def check(text_model: TextModel, prompt: str, sampling: Sampling, chat: bool = False) -> None:
-    """Raise what `generate` would refuse these arguments with, and generate nothing."""
+    """Refuse an empty prompt, a missing chat template, too many tokens, an option of sampling where none is done."""
     _configure(text_model, sampling, _encode(text_model, prompt, chat)["input_ids"].shape[1])
 
 
@@ -314,15 +314,3 @@ def _configure(text_model: TextModel, sampling: Sampling, prompt_tokens: int) ->
 
 def _ends(config: GenerationConfig) -> list[int | None]:
     return config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-
-
-@contextmanager
-def _observed(on_run: Callable[[Ran], object]) -> Iterator[None]:
-    """Tell `on_run` of every expert_mlp that runs inside the block."""
-
-    def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
-        if operation is EXPERT_MLP:
-            on_run(Ran(prepared.implementation, prepared.walk))
-
-    with observed(tell):
-        yield

@@ -44,19 +44,18 @@ def load(
         input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
             experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
             fp8-e4m3-*. It is not saved. None for what `format` says, else "float".
-        projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine,
-            as `accelerate` does. It is not saved. None for what `format` says, else False.
+        projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
+            while no gradient is asked for; `moestro.ops.projection` chooses by the number of rows. It is not saved.
+            None for what `format` says, else False.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
 
     Raises:
-        InvalidInputError: files that are damaged, or lack weights the model needs; an unknown format or
-            input_format, or a format that cannot store the experts' shapes; a dtype that no weights can have, or a
-            device that is not there; weights that are no safetensors files; too little memory.
+        InvalidInputError: files that are damaged, lack weights or are no safetensors files; an unknown format,
+            input_format, dtype or device; a format that cannot store the experts' shapes; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, an
-            input_format of int8 for experts that are no integers or of fp8-e4m3 for others than fp8-e4m3-*, or
-            projections where no linear module has 16 bits.
+            input_format that the experts' format does not take, or projections without a linear module of 16 bits.
     """
     wanted = _asked(format, {"input_format": input_format, "projections": projections})
     place = None if device is None else find_device(device, OPERATION)
@@ -72,7 +71,7 @@ def load(
         model, report = model_class(config).from_pretrained(
             source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
         )
-    _check_complete(path_or_id, report)
+    check_complete(path_or_id, report)
     with room():
         return model if place is None else model.to(place)
 
@@ -102,7 +101,8 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
         )
 
 
-def _check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
+def check_complete(path_or_id: str | Path, report: dict[str, Any]) -> None:
+    """Refuse a checkpoint of which Transformers reports that it lacks weights."""
     if lost := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
         raise invalid_input(
             OPERATION,

@@ -38,11 +38,7 @@ _FEW_LAYERS = 256
 
 
 def find_model(name: str | Path, operation: str) -> str:
-    """The folder, or the hub id, that a user named; "~" stands for a home folder.
-
-    Raises:
-        InvalidInputError: a folder without config.json, or a path where there is no folder.
-    """
+    """The folder with a config.json, or the hub id, that a user named; "~" stands for a home folder."""
     folder = Path(os.path.expanduser(name))
     if (folder / "config.json").is_file():
         return str(folder)
@@ -74,9 +70,6 @@ def read_config(source: str | Path, operation: str, checkpoint: Checkpoint | Non
     """The configuration of the model in a folder, or of this hub id.
 
     Its sizes are compared with the files, where a checkpoint is given, before Transformers makes lists of them.
-
-    Raises:
-        InvalidInputError: there is none, Transformers cannot read it, or the files cannot have its sizes.
     """
     local = Path(source).is_dir()
     if local:
@@ -147,11 +140,7 @@ def _no_such_size(path: str | Path, operation: str, key: str, value: int, needs:
 
 
 def find_device(name: torch.device | str, operation: str) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        InvalidInputError: this machine has none.
-    """
+    """The device of this name, or an InvalidInputError where this machine has none."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device).tolist()

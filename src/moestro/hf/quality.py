@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moestro.bench.measure import about
-from moestro.errors import MoestroError, invalid_input
+from moestro.errors import MoestroError, invalid_input, not_one_of
 from moestro.formats import FORMATS, check_shape, find_format
 from moestro.hf.config import MoestroConfig
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
@@ -58,9 +58,6 @@ def variants(
         formats: names or aliases; the model must be storable in them.
         searches: "nearest", "mse" or both.
         all_formats: every other format of at most 32 bits too, if it can store the model.
-
-    Raises:
-        InvalidInputError: no format, an unknown one, or an unknown search.
     """
     for search in searches:
         MoestroConfig(search=search)  # which checks it
@@ -100,8 +97,7 @@ class Options:
     def __post_init__(self) -> None:
         check_input_format(self.input_format, (), OPERATION)
         if self.dtype not in DTYPES:
-            needs = f"one of {', '.join(DTYPES)}"
-            raise invalid_input(OPERATION, got=f"dtype {self.dtype!r}", needs=needs, fix="Pick one.")
+            raise not_one_of(OPERATION, "dtype", self.dtype, DTYPES)
         if self.tokens is not None and self.tokens < 0:
             needs = "a number of tokens, or 0 for all"
             raise invalid_input(
@@ -122,9 +118,7 @@ def measure(
         on_window: called after each window with the variant's name, and windows done and in all, over all variants.
 
     Raises:
-        InvalidInputError: no such model, a text that is empty, unreadable or too short, a format that cannot store the
-            model, or predictions that are not finite.
-        UnsupportedError: a dense model, or one whose experts cannot be stored another way.
+        InvalidInputError, UnsupportedError: as `load`; a text, a format or predictions that cannot be measured with.
     """
     options = Options() if options is None else options
     find_device(options.device, OPERATION)

@@ -76,11 +76,7 @@ def accelerate(
         model: any module that contains experts of Transformers' interface, or of Llama 4, DBRX, JetMoE,
             LongCat-Flash, Switch Transformers, NLLB-MoE, Doge or Step-3.7.
         strategy: as for `moestro.expert_mlp`: "auto" chooses by shape; "blockwise-64" also sets the block size.
-        input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers (for
-            experts that `moestro.load` keeps as integers); "fp8-e4m3" the same with 8-bit floats (for those that it
-            keeps as fp8-e4m3-*); "float" not to; None to leave it, at first "float".
-        projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
-            while no gradient is asked for; `moestro.ops.projection` chooses by the number of rows.
+        input_format, projections: as for `moestro.load`; None leaves the input format, which is "float" at first.
 
     Returns:
         The same model.
@@ -134,11 +130,7 @@ class Found:
 
 
 def find(model: nn.Module) -> list[Found]:
-    """Every expert layer of `model`; nothing is changed.
-
-    Raises:
-        UnsupportedError: a dense model, or one with an expert layer that cannot be served; it names the layer.
-    """
+    """Every expert layer of `model`; an UnsupportedError where there is none, or names one that cannot be served."""
     found: list[Found] = []
     inner: set[nn.Module] = set()  # of modules that were dealt with as a whole
     for path, module in model.named_modules():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moestro.hf.serving import find
-from moestro.ops.dispatch import Operation, Prepared, observed
+from moestro.ops.dispatch import Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP, run
 from moestro.quality.score import Tally, score
 from moestro.types import Routing
@@ -21,10 +21,7 @@ class SideBySide:
     """A model and the baseline it is compared with, whose expert layers moestro serves in both.
 
     Of a layer nothing is kept but the routing: the model reads a window first, and the baseline, which reads it next,
-    hands each layer's inputs to the model's experts on the way.
-
-    Args:
-        model, baseline: Transformers models of the same architecture, on one device.
+    hands each layer's inputs to the model's experts on the way. Both are on one device.
     """
 
     def __init__(self, model: Any, baseline: Any) -> None:
@@ -34,11 +31,7 @@ class SideBySide:
 
     @torch.inference_mode()
     def read(self, ids: Tensor, targets: Tensor, tally: Tally) -> None:
-        """Add tokens [T], and those that the last of them predict, to a tally.
-
-        Raises:
-            InvalidInputError: logits that are not finite.
-        """
+        """Add tokens [T], and those that the last of them predict, to a tally; logits have to be finite."""
         ids, targets = (tokens.to(self._baseline.device) for tokens in (ids, targets))
         calls: list[tuple[int, torch.dtype, Routing, ExpertWeights]] = []
 
@@ -63,11 +56,10 @@ class SideBySide:
             nonlocal current
             current = layer
 
-        def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
-            if operation is EXPERT_MLP:
-                see(current, *arguments[:3], result)
+        def tell(prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+            see(current, *arguments[:3], result)
 
-        with ExitStack() as hooks, observed(tell):
+        with ExitStack() as hooks, observed(EXPERT_MLP, tell):
             for number, layer in enumerate(self._layers[id(model)]):
                 hooks.enter_context(layer.module.register_forward_pre_hook(lambda *_, number=number: enter(number)))
             found: Tensor = model(input_ids=ids, use_cache=False).logits[0]

@@ -32,11 +32,7 @@ _THROUGH_TRANSFORMERS = "Load the model with Transformers, and call moestro.acce
 
 
 def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource]]:
-    """A checkpoint's configuration, its tensors, and its experts as stored; no weight is read.
-
-    Raises:
-        InvalidInputError, UnsupportedError: as for `load`.
-    """
+    """A checkpoint's configuration, its tensors, and its experts as stored; no weight is read. Errors as of `load`."""
     checkpoint = open_checkpoint(Path(folder))
     config = read_config(folder, OPERATION, checkpoint)
     quantization = take_quantization(config)
@@ -104,11 +100,7 @@ class NameMap:
         return [key for keys in self._keys.get(name, {}).values() for key in keys]
 
     def parts(self, parameter: str) -> list[tuple[str, ...]]:
-        """The keys of what a parameter is concatenated of along its rows: each of one tensor, or of one an expert.
-
-        Raises:
-            UnsupportedError: Transformers does more than join its tensors.
-        """
+        """The keys of what a parameter is concatenated of along its rows: each of one tensor, or of one an expert."""
         found = self._keys.get(parameter, {})
         if None in found or not found:
             return [(key,) for key in found.get(None, [])[:1]]
@@ -131,10 +123,6 @@ class Reader:
     Attributes:
         layers: the model's expert layers, and how each is stored.
         names: the keys of the files, by the model's names.
-
-    Raises:
-        UnsupportedError: a dense model, or experts that cannot be read as they are stored.
-        InvalidInputError: tensors are missing, or of other shapes or dtypes than the model and the format say.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, quantization: MoestroConfig) -> None:

@@ -113,11 +113,7 @@ class Recipe:
         return tuple(names[expert] if len(names) > 1 else names[0] for names in kinds)
 
     def build(self, tensors: Mapping[str, Tensor]) -> StoredExperts:
-        """The experts [E, N, K] as views of the tensors; nothing is copied.
-
-        Raises:
-            InvalidInputError: a tensor is not of the shape or dtype the format asks for.
-        """
+        """The experts [E, N, K] as views of the tensors, whose shapes and dtypes are checked; nothing is copied."""
         experts = range(self.shape[0])
         parts: list[PackedTensor | list[PackedTensor]] = []
         for part in self.parts:
@@ -192,12 +188,7 @@ class ExpertStore(nn.Module):
         return f"{names}, {'memory-mapped' if self.mapped else 'in memory'}{rows}"
 
     def set_input_format(self, input_format: InputFormat, operation: str) -> None:
-        """Have rows of tokens meet the experts in this format from now on.
-
-        Raises:
-            InvalidInputError: not an input format.
-            UnsupportedError: int8 inputs and experts that are no integers.
-        """
+        """Have rows of tokens meet the experts in this format from now on; errors as of `check_input_format`."""
         check_input_format(input_format, (self.gate_up.format, self.down.format), operation)
         self.input_format, self._weights = input_format, None
 

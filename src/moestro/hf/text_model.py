@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moestro.checkpoint import open_checkpoint
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, not_one_of
 from moestro.hf.config import QUANTIZED, MoestroConfig
-from moestro.hf.loading import load
+from moestro.hf.loading import check_complete, load
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.serving import Served, accelerate, adapter_of, find, served
 from moestro.machine import available_bytes
@@ -63,11 +63,7 @@ class TextModel:
 
 
 def bundled_folder() -> Path:
-    """Where the package keeps its own model.
-
-    Raises:
-        InvalidInputError: this installation has none.
-    """
+    """Where the package keeps its own model; an InvalidInputError where this installation has none."""
     folder = Path(__file__).parent.parent / "bundled"
     if not (folder / "config.json").is_file():
         raise invalid_input(
@@ -109,20 +105,14 @@ def load_text_model(
     Args:
         model: a local folder, a hub id, or None for the bundled model.
         dtype: "float32", "bfloat16", "float16", or "auto" for that of the checkpoint.
-        device: a torch device.
+        device, format: as for `moestro.load`, whose errors it raises; a tokenizer that is missing is one too.
         strategy: as for `moestro.accelerate`.
         check: called with name, tokenizer and context before the weights are read, to raise what speaks against them.
-        format: quantise the experts to this format as they are read; a `MoestroConfig` says that and how they are used.
-
-    Raises:
-        InvalidInputError: no such folder or hub id, the hub cannot be reached, an unknown architecture, missing or
-            damaged weights, too little memory, a missing tokenizer, an unknown dtype, device or strategy.
-        UnsupportedError: a dense model, or one with expert layers that cannot be served.
     """
     parse_strategy(strategy, OPERATION)
     target = find_device(device, OPERATION)
     if dtype not in DTYPES:
-        raise invalid_input(OPERATION, got=f"dtype {dtype!r}", needs=f"one of {', '.join(DTYPES)}", fix="Pick one.")
+        raise not_one_of(OPERATION, "dtype", dtype, DTYPES)
     found = find_text_model(model)
     source = found.path
     if check is not None:
@@ -160,14 +150,7 @@ def quiet_transformers(progress: bool = False) -> Iterator[None]:
 def _weights(source: str, config: Any, dtype: str) -> Any:
     """The model; Transformers itself would fill weights that the files lack with random numbers."""
     model, report = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise invalid_input(
-            OPERATION,
-            got=f"{source}, with {len(missing)} weights missing, such as {missing[0]}",
-            needs="every weight of the architecture",
-            fix="Download or save the model again.",
-        )
+    check_complete(source, report)
     return model
 
 

@@ -47,10 +47,6 @@ class KernelUse:
     rows: int
 
 
-def _no_kernels(*arguments: Any) -> tuple[KernelUse, ...]:
-    return ()
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A call that has been decided: it can be run, explained, observed and kept.
@@ -72,7 +68,7 @@ class Prepared:
     why: str = ""
     threads: int = 0
     workspace_bytes: int | None = None
-    kernels: Callable[..., tuple[KernelUse, ...]] = field(default=_no_kernels, repr=False)
+    kernels: Callable[..., tuple[KernelUse, ...]] = field(default=lambda *arguments: (), repr=False)
     routed_only: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
@@ -137,8 +133,9 @@ class _Kept:
 _OPERATIONS: dict[str, Operation] = {}
 _KEPT: OrderedDict[Hashable, _Kept] = OrderedDict()
 
-Observer = Callable[[Operation, Prepared, tuple[Any, ...], Any], object]
-_OBSERVERS: contextvars.ContextVar[tuple[Observer, ...]] = contextvars.ContextVar("observers", default=())
+Observer = Callable[[Prepared, tuple[Any, ...], Any], object]
+_Observers = tuple[tuple[Operation, Observer], ...]
+_OBSERVERS: contextvars.ContextVar[_Observers] = contextvars.ContextVar("observers", default=())
 
 
 def register(operation: Operation) -> Operation:
@@ -153,22 +150,14 @@ def operations() -> list[Operation]:
 
 
 def run(operation: Operation, *arguments: Any) -> Any:
-    """`call`, or the first implementation that can where a tracer follows: nothing is kept or observed of that.
-
-    Raises:
-        UnsupportedError: as `prepare`.
-    """
+    """`call`, or the first implementation that can where a tracer follows: nothing is kept or observed of that."""
     if torch.compiler.is_compiling():
         return _first(operation, arguments).compute(*arguments)
     return call(operation, *arguments)
 
 
 def call(operation: Operation, *arguments: Any) -> Any:
-    """Compute by the prepared call, and tell observers.
-
-    Raises:
-        UnsupportedError: as `prepare`.
-    """
+    """Compute by the prepared call, and tell observers; errors as of `prepare`."""
     prepared = prepare(operation, *arguments)
     result = prepared.compute(*arguments)
     if _OBSERVERS.get():
@@ -237,11 +226,7 @@ def _first(operation: Operation, arguments: tuple[Any, ...]) -> Prepared:
 
 
 def allowed(operation: Operation) -> tuple[Implementation, ...]:
-    """The implementations that may run: all, or the one that is forced by name.
-
-    Raises:
-        UnsupportedError: no operation has an implementation of the forced name.
-    """
+    """The implementations that may run: all, or the one that is forced by name, which some operation must have."""
     forced = settings.current().implementation
     if forced is None:
         return operation.implementations
@@ -260,22 +245,18 @@ def allowed(operation: Operation) -> tuple[Implementation, ...]:
 
 
 def candidates(operation: Operation, *arguments: Any) -> dict[str, Prepared | str]:
-    """Every implementation in order of priority: prepared, or the reason why it cannot run these arguments.
-
-    Raises:
-        InvalidInputError: the arguments do not belong together.
-    """
+    """Every implementation in order of priority: prepared, or the reason why it cannot run these arguments."""
     operation.check(*arguments)
     return {i.name: i.prepare(*arguments) for i in operation.implementations}
 
 
 @contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Inside, tell the observer of every call in this context: operation, prepared call, arguments and result.
+def observed(operation: Operation, observer: Observer) -> Iterator[None]:
+    """Inside, tell the observer of every call of an operation in this context: prepared call, arguments and result.
 
     Calls that the observer makes itself are not told of. Threads started inside have a context of their own.
     """
-    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    token = _OBSERVERS.set((*_OBSERVERS.get(), (operation, observer)))
     try:
         yield
     finally:
@@ -286,8 +267,9 @@ def _tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], 
     observers = _OBSERVERS.get()
     token = _OBSERVERS.set(())
     try:
-        for observer in observers:
-            observer(operation, prepared, arguments, result)
+        for observed_operation, observer in observers:
+            if observed_operation is operation:
+                observer(prepared, arguments, result)
     finally:
         _OBSERVERS.reset(token)
 

@@ -25,11 +25,7 @@ def no_tensor(operation: str, name: str, value: object) -> InvalidInputError:
 
 
 def check_tensor(operation: str, name: str, value: object) -> None:
-    """Refuse what no kernel can read: no tensor, a sparse or a nested one, one on the meta device.
-
-    Raises:
-        InvalidInputError: as said.
-    """
+    """Refuse what no kernel can read: no tensor, a sparse or a nested one, one on the meta device."""
     if not isinstance(value, Tensor):
         raise no_tensor(operation, name, value)
     if value.layout == torch.strided and not value.is_meta and not value.is_nested:
@@ -43,12 +39,7 @@ def check_tensor(operation: str, name: str, value: object) -> None:
 
 
 def check_call(operation: str, x: Any, routing: Any, weights: Any) -> None:
-    """Refuse arguments of `moestro.expert_mlp` that are of other kinds than it takes.
-
-    Raises:
-        InvalidInputError: x or a tensor of the routing is none that can be read; routing is no `Routing`; weights are
-            no `ExpertWeights`.
-    """
+    """Refuse arguments of `moestro.expert_mlp` that are of other kinds than it takes."""
     check_tensor(operation, "x", x)
     if not isinstance(routing, Routing):
         raise invalid_input(

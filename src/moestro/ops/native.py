@@ -68,12 +68,9 @@ module, problem = _load()
 """The extension module and None, or None and what importing it said."""
 
 
-def _isas() -> tuple[Isa, ...]:
-    names = [field.name for field in fields(Isa)]
-    return tuple(Isa(**{name: getattr(isa, name) for name in names}) for isa in module.isas()) if module else ()
-
-
-ISAS: tuple[Isa, ...] = _isas()
+ISAS: tuple[Isa, ...] = tuple(
+    Isa(**{field.name: getattr(isa, field.name) for field in fields(Isa)}) for isa in (module.isas() if module else ())
+)
 """Best first; empty without the engine."""
 
 ABSENT = Isa("native", missing=("the native engine",))
@@ -120,19 +117,6 @@ def reason(isa: Isa) -> str | None:
 def _listed(names: tuple[str, ...]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def kernel_table() -> str:
-    """Which kernel runs when, as the engine has it, in Markdown; empty without the engine."""
-    if module is None:
-        return ""
-    kernels, tiles = module.kernel_table()
-    lines = ["| kernel | runs |", "|---|---|", *(f"| {name} | {when} |" for name, when in kernels), ""]
-    lines += ["| weights | rows from which on, beside floats | beside int8 with a residual |", "|---|---|---|"]
-    lines += [f"| {weights} | {floats} | {residual} |" for weights, floats, residual in tiles]
-    lines += ["", "| instruction set | `direct_tokens` |", "|---|---|"]
-    lines += [f"| {isa.name} | {isa.direct_tokens} |" for isa in module.isas() if isa.multiplies_floats]
-    return "\n".join(lines)
 
 
 def engine() -> Any:

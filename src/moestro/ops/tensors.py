@@ -41,11 +41,6 @@ def is_intercepted() -> bool:
     )
 
 
-def differentiates(*tensors: Tensor) -> bool:
-    """Whether what is computed of the tensors is recorded for a gradient, or forward-mode differentiation is on."""
-    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-
-
 def no_gradient(*tensors: Tensor) -> str | None:
     """Why nothing without gradients can be computed of these tensors; None if it can."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -120,15 +120,6 @@ def nibbles(words, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _look_up(code, VALUES: tl.constexpr):
-    """The value of each code, by a table of 16."""
-    value = tl.zeros(code.shape, tl.float32)
-    for i in tl.static_range(16):
-        value = tl.where(code == i, VALUES[i], value)
-    return value
-
-
-@triton.jit
 def _value(code, ELEMENT: tl.constexpr, FLOAT: tl.constexpr):
     """One nibble in float32: what the assembly makes of it, or, where there is none, its value."""
     code = code.to(tl.int32)

@@ -16,9 +16,6 @@ def held_out(root: Path | None = None) -> list[str]:
     """The held-out files of a standard library, the running Python's or that in `root`, by the hashes of their paths.
 
     That order is the same everywhere and follows no folder, so that the first of them stand for all.
-
-    Raises:
-        InvalidInputError: this Python has none of them as files.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     found: list[tuple[str, str]] = []

@@ -20,9 +20,6 @@ def quality_plot(report: QualityReport, path: str | Path) -> None:
 
     On the left a dot at its mean KL divergence from the baseline, logarithmic; on the right its expert error in each
     layer.
-
-    Raises:
-        InvalidInputError: no variant was measured, or the ending names no picture format.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, several_devices
 from moestro.ops import grouping
 from moestro.ops.grouping.checks import check_ids
 from moestro.routing.reports import DropReport
@@ -91,18 +91,9 @@ def remap(routing: Routing, mapping: Tensor) -> Routing:
 
 
 def _look_up(table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids], with entry 0 for empty slots.
-
-    Raises:
-        InvalidInputError: the table lies on another device, or (on the CPU) has no entry for an id.
-    """
+    """table[ids], with entry 0 for empty slots; the table has to lie beside the ids and have an entry for each."""
     if table.device != ids.device:
-        raise invalid_input(
-            "rewrite",
-            got=f"a table of experts on {table.device} and ids on {ids.device}",
-            needs="one device",
-            fix="Move the table with .to(device).",
-        )
+        raise several_devices("rewrite", table=table.device, expert_ids=ids.device)
     if not torch.compiler.is_compiling() and ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= len(table):
         raise invalid_input(
             "rewrite",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, several_devices
 from moestro.routing.groups import GroupLimit
 from moestro.routing.scoring import Scoring
 from moestro.routing.selection import route
@@ -16,11 +16,7 @@ from moestro.types import Routing
 
 
 def router_input(x: Tensor, weight: Tensor, operation: str) -> Tensor:
-    """x [..., H] as [T, H] in the dtype that routing runs in: float64 if x or weight is, else float32.
-
-    Raises:
-        InvalidInputError: x is not floating point or not [..., H].
-    """
+    """Floating-point x [..., H] as [T, H] in the dtype of routing: float64 if x or weight is that, else float32."""
     if x.dim() < 1 or x.shape[-1] != weight.shape[-1] or not x.is_floating_point():
         raise invalid_input(
             operation,
@@ -29,12 +25,7 @@ def router_input(x: Tensor, weight: Tensor, operation: str) -> Tensor:
             fix="The last dimension is hidden_size.",
         )
     if x.device != weight.device:
-        raise invalid_input(
-            operation,
-            got=f"x on {x.device} and weights on {weight.device}",
-            needs="one device",
-            fix="Move x with .to(device).",
-        )
+        raise several_devices(operation, x=x.device, weight=weight.device)
     wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
     x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.dtype == wide else x.to(wide)

@@ -8,7 +8,7 @@ from moestro.bench.peers.ours import ours
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
 from moestro.bench.peers.transformers_experts import TRANSFORMERS
 from moestro.bench.peers.variant import Bind, Call, Cost, Numbers, Variant
-from moestro.errors import invalid_input
+from moestro.errors import not_one_of
 
 __all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "known_peers", "named_peers", "ours"]
 
@@ -22,11 +22,7 @@ def known_peers() -> dict[str, Variant]:
 
 
 def named_peers(names: list[str]) -> list[Variant]:
-    """The peers of these names; "all" and "none" mean what they say.
-
-    Raises:
-        InvalidInputError: an unknown name.
-    """
+    """The peers of these names, or an InvalidInputError; "all" and "none" mean what they say."""
     if names == ["none"]:
         return []
     known = known_peers()
@@ -35,10 +31,6 @@ def named_peers(names: list[str]) -> list[Variant]:
     for name in names:
         if name not in known:
             why = outside.missing()
-            raise invalid_input(
-                "bench layer",
-                got=f"peer {name!r}",
-                needs=f"one of {', '.join(known)}",
-                fix="Or 'all', or 'none'." if why is None else f"Or 'all', or 'none'; {why}.",
-            )
+            fix = "Or 'all', or 'none'." if why is None else f"Or 'all', or 'none'; {why}."
+            raise not_one_of("bench layer", "peer", name, known, fix)
     return [known[name] for name in names]

@@ -66,8 +66,7 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 def plain(module: nn.Module, name: str, wanted: type[nn.Module] | str) -> Any:
     """The sub-module `name`, of a class or of Transformers' class of this name, whose parameters an adapter reads.
 
-    Raises:
-        UnsupportedError: it is wrapped or replaced (LoRA): what its forward adds would be lost.
+    One that is wrapped or replaced (LoRA) is refused: what its forward adds would be lost.
     """
     layer = module.get_submodule(name)
     own = type(layer)

@@ -73,9 +73,6 @@ def check_mask(own: Any) -> None:
 
     In Transformers 5.17 to 5.23 the *value* of the mask is the expert: slots marked 1 go to expert 1, all others to
     expert 0. Asked here with experts that multiply by 1, 10, 100 and 1000, slot 2 marked and weights 0, 1/4, 1/2, 0.
-
-    Raises:
-        UnsupportedError: it means something else.
     """
     stand_in = own.__new__(own)
     nn.ModuleDict.__init__(stand_in)

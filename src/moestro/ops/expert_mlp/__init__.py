@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moestro import settings
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, several_devices
 from moestro.ops import dispatch, gpu, gpu_checks, native
 from moestro.ops.expert_mlp import cpu, plain, reference, triton
 from moestro.ops.inputs import check_call
@@ -98,13 +98,8 @@ def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights, strateg
             needs="one row of ids for each row of x",
             fix="Route the same tokens that you pass.",
         )
-    if not x.device == routing.expert_ids.device == weights.gate_up.device:
-        raise invalid_input(
-            "expert_mlp",
-            got=f"x on {x.device}, routing on {routing.expert_ids.device}, weights on {weights.gate_up.device}",
-            needs="one device",
-            fix="Move the tokens to the weights with .to(device).",
-        )
+    if not x.device == ids.device == weights.gate_up.device:
+        raise several_devices("expert_mlp", x=x.device, routing=ids.device, weights=weights.gate_up.device)
 
 
 def _look(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> dispatch.Looked | None:

@@ -58,11 +58,6 @@ def _float_sums(q: Tensor, s: Tensor, panel: PackedTensor, dtype: torch.dtype) -
 
 def _sums(q: Tensor, s: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
     """Integers q [n, K] with scales s [n, 1] times a panel [N, K] of a matrix -> [n, N]."""
-    return _integer_sums(q, panel, dtype).mul_(s)
-
-
-def _integer_sums(q: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
-    """Integers q [n, K] times a panel [N, K] of a matrix -> [n, N], the scales of the panel taken in."""
     values, steps = integers(panel)
     (n, k), (rows, groups) = q.shape, steps.shape
     total = torch.zeros(n, rows, dtype=dtype, device=q.device)
@@ -71,7 +66,7 @@ def _integer_sums(q: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
         for start in range(0, k, _EXACT_COLUMNS):
             columns = slice(start, start + _EXACT_COLUMNS)
             whole += torch.mm(q[:, columns], values[:, columns].t())
-        return total.copy_(whole).mul_(steps.t())
+        return total.copy_(whole).mul_(steps.t()).mul_(s)
     if k == 0:
         return total
     by_group, of_group = (t.reshape(len(t), groups, k // groups).transpose(0, 1) for t in (q, values))
@@ -80,4 +75,4 @@ def _integer_sums(q: Tensor, panel: PackedTensor, dtype: torch.dtype) -> Tensor:
         at = slice(start, start + few)
         exact = torch.bmm(by_group[at], of_group[at].transpose(1, 2))
         total += exact.to(dtype).mul_(steps[:, at].t()[:, None]).sum(0)
-    return total
+    return total.mul_(s)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moestro import formats, settings
-from moestro.errors import UnsupportedError, unsupported
+from moestro.errors import unsupported
 from moestro.formats import SplitTensor, StoredExperts
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.ops import expert_mlp, gpu
@@ -24,13 +24,7 @@ from moestro.weights import ExpertWeights, Layout, Parts, unstacked_spans
 
 
 def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
-    """Record the node in the graph being traced.
-
-    Raises:
-        UnsupportedError: the weights carry a Python function, which a graph cannot hold; are of a format without a
-            name; or are not one dense stack and require a gradient; rows are rounded, or the activation's slope is not
-            known, and anything requires one.
-    """
+    """Record the node in the graph being traced; refuse what a graph cannot hold, and gradients that it has not."""
     if weights.activation.function is not None or weights.output_norm is not None:
         raise unsupported(
             "expert_mlp",
@@ -40,15 +34,10 @@ def traced(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -
         )
     gate_up, down = list(weights.gate_up.tensors), list(weights.down.tensors)
     layout = f"{write_layout(weights.gate_up)}|{write_layout(weights.down)}"
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors))
-    if trains and weights.activation.kind not in SLOPES:
-        raise _no_slope(weights.activation.kind)
     if weights.input_format != "float":
         layout = f"{layout}|{weights.input_format}"
-        if trains:
-            raise _input_format_refused(weights.input_format)
-    if layout not in _TRAINED and any(t.requires_grad for t in (*gate_up, *down)):
-        raise _untrained(layout)
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, routing.routing_weights, *weights.tensors))
+    _check_gradients(weights.activation.kind, layout, trains, any(t.requires_grad for t in (*gate_up, *down)))
     node = (
         torch.ops.moestro.expert_mlp_on_device if stays_on_device(x, routing, weights) else torch.ops.moestro.expert_mlp
     )
@@ -70,39 +59,34 @@ _TRAINED = frozenset(f"{a.name}|{b.name}" for a in DENSE_FORMATS for b in DENSE_
 """The layouts whose weights have gradients in a graph: one ordinary tensor a projection."""
 
 
-def _untrained(layout: str) -> UnsupportedError:
-    return unsupported(
-        "expert_mlp",
-        got=f"torch.compile with experts stored as {layout.replace('|', ' and ')} that require a gradient",
-        needs="frozen experts, or all experts of a projection in one floating-point tensor",
-        fix="Call requires_grad_(False) on them, or stack them and use ExpertWeights.from_dense.",
-    )
-
-
-def _input_format_refused(input_format: str) -> UnsupportedError:
-    return unsupported(
-        "expert_mlp",
-        got=f"torch.compile with {input_format} inputs, and a tensor that requires a gradient",
-        needs="no gradient, which rounding does not have",
-        fix="Call it under torch.no_grad(), or leave inputs as float.",
-    )
-
-
-def _no_slope(kind: str) -> UnsupportedError:
-    return unsupported(
-        "expert_mlp",
-        got=f"torch.compile with the activation {kind!r}, and a tensor that requires a gradient",
-        needs=f"one of {', '.join(SLOPES)}, whose slopes are known in a graph",
-        fix="Call it under torch.no_grad(), or keep the layer out of the graph (torch.compiler.disable).",
-    )
+def _check_gradients(kind: str, layout: str, of_any: bool, of_stored: bool) -> None:
+    """Refuse what a graph has no gradient for: of any input, or of the stored weights."""
+    _, _, *rows = layout.split("|")
+    if of_any and kind not in SLOPES:
+        raise unsupported(
+            "expert_mlp",
+            got=f"torch.compile with the activation {kind!r}, and a tensor that requires a gradient",
+            needs=f"one of {', '.join(SLOPES)}, whose slopes are known in a graph",
+            fix="Call it under torch.no_grad(), or keep the layer out of the graph (torch.compiler.disable).",
+        )
+    if of_any and rows:
+        raise unsupported(
+            "expert_mlp",
+            got=f"torch.compile with {rows[0]} inputs, and a tensor that requires a gradient",
+            needs="no gradient, which rounding does not have",
+            fix="Call it under torch.no_grad(), or leave inputs as float.",
+        )
+    if of_stored and layout not in _TRAINED:
+        raise unsupported(
+            "expert_mlp",
+            got=f"torch.compile with experts stored as {layout.replace('|', ' and ')} that require a gradient",
+            needs="frozen experts, or all experts of a projection in one floating-point tensor",
+            fix="Call requires_grad_(False) on them, or stack them and use ExpertWeights.from_dense.",
+        )
 
 
 def write_layout(stored: StoredExperts) -> str:
-    """How the tensors of a projection make up its experts, as a string: "mxfp4", or "mxfp4/2" for two matrices each.
-
-    Raises:
-        UnsupportedError: the format is not the one that `moestro.formats` knows by its name.
-    """
+    """How the tensors of a projection make up its experts, as a string: "mxfp4", or "mxfp4/2" for two matrices each."""
     form = stored.format
     if not formats.is_registered(form):
         raise unsupported(
@@ -170,39 +154,21 @@ class GraphWeights:
         return getattr(self.value, name)
 
 
-def _expert_mlp_node(
-    x: Tensor,
-    expert_ids: Tensor,
-    routing_weights: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    weight_on: str,
-    activation: str,
-    layout: str,
-    strategy: str,
-) -> Tensor:
-    weights: Any = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
-    routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
-    return expert_mlp.run(x, routing, weights, strategy)
+def _given(expert_ids: Tensor, routing_weights: Tensor, *stored: Any) -> tuple[Routing, Any]:
+    """The routing and the weights of a node, from what follows x in `_GIVEN`."""
+    gate_up, down, gate_up_bias, down_bias, weight_on, activation, layout = stored
+    weights = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
+    return Routing.unchecked(expert_ids, routing_weights, weight_on), weights
 
 
-def _on_device_node(
-    x: Tensor,
-    expert_ids: Tensor,
-    routing_weights: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    weight_on: str,
-    activation: str,
-    layout: str,
-    strategy: str,
-) -> Tensor:
-    weights: Any = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout))
-    routing = Routing.unchecked(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
+def _expert_mlp_node(x: Tensor, *given: Any) -> Tensor:
+    *stored, strategy = given
+    return expert_mlp.run(x, *_given(*stored), strategy)
+
+
+def _on_device_node(x: Tensor, *given: Any) -> Tensor:
+    *stored, strategy = given
+    routing, weights = _given(*stored)
     found = triton.prepare(x, routing, weights, strategy) if gpu.is_captured(x) else None
     if isinstance(found, str):
         raise unsupported(
@@ -214,37 +180,35 @@ def _on_device_node(
     return expert_mlp.run(x, routing, weights, strategy)
 
 
-def _like_x(x: Tensor, *args: Any) -> Tensor:
+def _like_x(x: Tensor, *given: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_expert_mlp = torch.library.custom_op("moestro::expert_mlp", _expert_mlp_node, mutates_args=(), tags=_READS_IDS)
+_GIVEN = (
+    "Tensor x, Tensor expert_ids, Tensor routing_weights, Tensor[] gate_up, Tensor[] down, Tensor? gate_up_bias, "
+    "Tensor? down_bias, str weight_on, str activation, str layout"
+)
+_NODE: dict[str, Any] = {"mutates_args": (), "schema": f"({_GIVEN}, str strategy) -> Tensor"}
+
+_expert_mlp = torch.library.custom_op("moestro::expert_mlp", _expert_mlp_node, **_NODE, tags=_READS_IDS)
 _expert_mlp.register_fake(_like_x)
 
-_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _on_device_node, mutates_args=())
+_on_device = torch.library.custom_op("moestro::expert_mlp_on_device", _on_device_node, **_NODE)
 _on_device.register_fake(_like_x)
 """The same where nothing is read on the host, so that a CUDA graph can hold it; without gradients."""
 
 
-@torch.library.custom_op("moestro::expert_mlp_backward", mutates_args=(), tags=_READS_IDS)
-def _expert_mlp_backward(
-    grad: Tensor,
-    x: Tensor,
-    expert_ids: Tensor,
-    routing_weights: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    weight_on: str,
-    activation: str,
-    layout: str,
-    needed: list[bool],
-) -> list[Tensor]:
-    weights = GraphWeights(gate_up, down, (gate_up_bias, down_bias), (activation, layout)).value
-    routing = Routing(expert_ids, routing_weights, weight_on)  # type: ignore[arg-type]
+@torch.library.custom_op(
+    "moestro::expert_mlp_backward",
+    mutates_args=(),
+    tags=_READS_IDS,
+    schema=f"(Tensor grad, {_GIVEN}, bool[] needed) -> Tensor[]",
+)
+def _expert_mlp_backward(grad: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
+    *stored, needed = given
+    routing, weights = _given(*stored)
     with torch.autocast(x.device.type, enabled=False):
-        g = expert_mlp_backward(grad, x, routing, weights, needed)
+        g = expert_mlp_backward(grad, x, routing, weights.value, needed)
     found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
     return [t.contiguous() for t in found if t is not None]
 
@@ -269,12 +233,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     gate_up, down = stored[: ctx.num_gate_up], stored[ctx.num_gate_up :]
     wants = ctx.needs_input_grad
     needed = [wants[0], wants[2], any(wants[3]), any(wants[4]), wants[5], wants[6]]
-    if _decode(ctx.words[1]).kind not in SLOPES:
-        raise _no_slope(_decode(ctx.words[1]).kind)
-    if ctx.words[2].count("|") > 1:
-        raise _input_format_refused(ctx.words[2].rpartition("|")[2])
-    if (needed[2] or needed[3]) and ctx.words[2] not in _TRAINED:
-        raise _untrained(ctx.words[2])
+    _check_gradients(_decode(ctx.words[1]).kind, ctx.words[2], True, needed[2] or needed[3])
     grads = iter(
         torch.ops.moestro.expert_mlp_backward(
             grad, x, ids, routing_weights, gate_up, down, gate_up_bias, down_bias, *ctx.words, needed

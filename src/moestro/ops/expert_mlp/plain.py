@@ -25,13 +25,14 @@ from moestro.ops.expert_mlp.stored import recorded, stored_spans
 from moestro.ops.expert_mlp.tuning import (
     ACCUMULATE_BYTES,
     batch_rows,
+    choose_strategy,
     choose_ways,
     compute_dtype,
     dense_stack,
-    resolve_strategy,
+    named_strategy,
 )
 from moestro.ops.grouping.tuning import choose_block_size
-from moestro.ops.tensors import differentiates, without_autocast
+from moestro.ops.tensors import no_gradient, without_autocast
 from moestro.reference import activate
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
@@ -42,8 +43,10 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
     reason = why_unsupported(x, routing, weights)
     if reason is not None:
         return reason
-    choice, block_size = resolve_strategy(strategy, routing.expert_ids.numel(), weights.num_experts)
-    walk = _WALKS.get(choice.strategy)
+    name, block_size, why = named_strategy(strategy)
+    if name == "auto":
+        name, why = choose_strategy(routing.expert_ids.numel(), weights.num_experts)
+    walk = _WALKS.get(name)
     if walk is None:
         size = block_size or measured_block_size(x, routing, weights)
         walk = functools.partial(blockwise, block_size=size)
@@ -56,7 +59,7 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
         y = chosen(x.float() if widened else x, routing, weights)
         return y.to(x.dtype)
 
-    return Prepared("torch", without_autocast(x, compute), choice.strategy, choice.reason)
+    return Prepared("torch", without_autocast(x, compute), name, why)
 
 
 def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
@@ -68,7 +71,7 @@ def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
                 return f"it reads the formats of moestro.formats.FORMATS, and {name} is stored as {form.name}"
             if torch.is_grad_enabled() and any(t.requires_grad for t in stored.tensors):
                 return f"experts stored as {form.name} are not trained, and a tensor of {name} requires a gradient"
-    if weights.input_format != "float" and differentiates(x, routing.routing_weights, *weights.tensors):
+    if weights.input_format != "float" and no_gradient(x, routing.routing_weights, *weights.tensors):
         return (
             f"inputs rounded to {weights.input_format} have no gradient, and a tensor requires one: "
             "call it under torch.no_grad()"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,37 +47,24 @@ def dense_stack(stored: StoredExperts) -> Tensor | None:
     return stored.data if isinstance(stored, PackedTensor) and stored.format.is_dense else None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A strategy and the sentence why."""
-
-    strategy: str
-    reason: str
-
-
 ACCUMULATE_BYTES = 32 << 20
 """Beyond this, a buffer of all rows costs more in fresh pages than adding each expert's rows to the sums at once."""
 
 
-def choose_strategy(num_pairs: int, num_experts: int) -> Choice:
-    """Pick by T * K against alpha * E.
+def choose_strategy(num_pairs: int, num_experts: int) -> tuple[str, str]:
+    """The strategy and the sentence why: by T * K against alpha * E.
 
     Few pairs touch few experts, and a walk over the pairs themselves costs less than ordering them; from there on
     rows are grouped by expert. Blockwise and all_experts do strictly more work in plain torch, and run only when
     asked for.
     """
     limit = SELECTIVE_ALPHA * num_experts
-    if num_pairs <= limit:
-        return Choice("selective", f"T*K = {num_pairs} <= {limit:g} = alpha*E with alpha = {SELECTIVE_ALPHA:g}")
-    return Choice("grouped", f"T*K = {num_pairs} > {limit:g} = alpha*E with alpha = {SELECTIVE_ALPHA:g}")
+    name, sign = ("selective", "<=") if num_pairs <= limit else ("grouped", ">")
+    return name, f"T*K = {num_pairs} {sign} {limit:g} = alpha*E with alpha = {SELECTIVE_ALPHA:g}"
 
 
 def parse_strategy(strategy: str, operation: str = "expert_mlp") -> tuple[str, int | None]:
-    """Split a block size off: blockwise-64 -> ("blockwise", 64); any other name -> (name, None).
-
-    Raises:
-        InvalidInputError: not a strategy, or a block size that is not a positive integer.
-    """
+    """Split a block size off: blockwise-64 -> ("blockwise", 64); any other strategy -> (name, None); else an error."""
     if strategy == "auto":
         return strategy, None
     name, _, size = strategy.partition("-") if isinstance(strategy, str) else ("", "", "")
@@ -93,11 +79,7 @@ def parse_strategy(strategy: str, operation: str = "expert_mlp") -> tuple[str, i
 
 
 def named_strategy(strategy: str) -> tuple[str, int | None, str]:
-    """The strategy that the caller or the settings name, with its block size and by whom; "auto" if none is.
-
-    Raises:
-        InvalidInputError: not a strategy.
-    """
+    """The strategy that the caller or the settings name, with its block size and by whom; "auto" if none is."""
     asked, block_size = parse_strategy(strategy)
     if asked != "auto":
         return asked, block_size, "asked for by the caller"
@@ -105,14 +87,6 @@ def named_strategy(strategy: str) -> tuple[str, int | None, str]:
     if forced is None:
         return "auto", None, ""
     return *parse_strategy(forced), f"forced by moestro.use or {settings.STRATEGY_VARIABLE}"
-
-
-def resolve_strategy(strategy: str, num_pairs: int, num_experts: int) -> tuple[Choice, int | None]:
-    """The strategy by which plain torch walks and why, and the block size if one was named."""
-    name, block_size, by = named_strategy(strategy)
-    if name != "auto":
-        return Choice(name, by), block_size
-    return choose_strategy(num_pairs, num_experts), None
 
 
 @functools.cache

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moestro import types
 from moestro.errors import invalid_input
 from moestro.ops import gpu_checks, native
 from moestro.ops.inputs import check_tensor
-from moestro.types import EMPTY
 
 
 def check_ids(operation: str, expert_ids: Tensor, num_experts: int) -> None:
@@ -30,20 +30,7 @@ def check_form(operation: str, expert_ids: Tensor, num_experts: int) -> None:
 
 
 def check_range(operation: str, expert_ids: Tensor, num_experts: int) -> None:
-    """Refuse ids outside -1..num_experts-1; an assertion on the device where reading them is not free."""
+    """`moestro.types.check_range`, in one pass of the engine or one launch where the ids lie so."""
     if native.ids_and_weights_fit(expert_ids, None, num_experts) or gpu_checks.check(expert_ids, None, num_experts):
         return
-    if torch.compiler.is_compiling() or expert_ids.device.type != "cpu":
-        in_range = ((expert_ids >= EMPTY) & (expert_ids < num_experts)).all()
-        torch._assert_async(in_range, f"[{operation}] expert_ids must lie in -1..{num_experts - 1}")
-        return
-    if expert_ids.numel() == 0:
-        return
-    low, high = (int(v) for v in torch.aminmax(expert_ids))
-    if low < EMPTY or high >= num_experts:
-        raise invalid_input(
-            operation,
-            got=f"expert_ids from {low} to {high}",
-            needs=f"ids in -1..{num_experts - 1} (-1 is an empty slot)",
-            fix="Check the router's num_experts.",
-        )
+    types.check_range(expert_ids, num_experts, operation)
