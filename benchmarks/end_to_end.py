@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bounds import WHOLE_MODEL
 from engines import LLAMA_CPP, MOESTRO, TRANSFORMERS, Job, Turn
 from gguf_model import EXPERT_TYPES, REST_TYPES, Storage, read_bytes, write_gguf
 from moestro import machine
@@ -34,7 +35,6 @@ from moestro.bench.report import machine_line
 from moestro.bench.timing import ratio
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.sources import read_sources
-from moestro.tolerances import WHOLE_MODEL
 from peers import installed
 
 RESULTS = Path(__file__).parent / "results"

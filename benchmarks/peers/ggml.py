@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from bounds import QUANTISED
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import UnsupportedError, unsupported
-from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, Routing
 from peers import installed
 from peers.ggml_library import LIBRARIES, TYPES, Engine, engine, library

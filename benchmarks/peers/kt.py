@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bounds import INT4_ROWS, QUANTISED
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Numbers, Variant, cost
-from moestro.tolerances import INT4_ROWS, QUANTISED
 from moestro.types import SWIGLU
 from peers import installed, worker
 

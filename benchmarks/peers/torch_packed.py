@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bounds import QUANTISED
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.reference import activate
-from moestro.tolerances import QUANTISED
 from moestro.types import Routing
 from peers import installed
 

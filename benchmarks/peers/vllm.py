@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bounds import QUANTISED
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Refuses, Variant, cost
 from moestro.formats import quantize
-from moestro.tolerances import QUANTISED
 from moestro.types import GPT_OSS_SWIGLU, SWIGLU, Routing
 from peers import installed
 

@@ -29,11 +29,11 @@ def not_one_of(
     operation: str, name: str, value: object, allowed: Iterable[str], fix: str = "Pick one of these."
 ) -> InvalidInputError:
     """The error for an argument that is none of the names that it may be."""
-    return invalid_input(operation, got=f"{name}={value!r}", needs=f"one of {', '.join(allowed)}", fix=fix)
+    return invalid_input(operation, got=f"{name} {value!r}", needs=f"one of {', '.join(allowed)}", fix=fix)
 
 
 def several_devices(operation: str, **tensors: object) -> InvalidInputError:
-    """The error for tensors that lie apart: the device of each, by its name."""
+    """The error for tensors on several devices: that of each, by its name."""
     got = ", ".join(f"{name} on {device}" for name, device in tensors.items())
     return invalid_input(operation, got=got, needs="one device", fix="Move them to one with .to(device).")
 

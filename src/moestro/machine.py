@@ -40,11 +40,9 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Roof:
-    """The fastest this machine was seen to read memory and to multiply matrices of one dtype.
+    """The fastest this machine was seen to read memory that no cache holds, and to multiply large matrices of a dtype.
 
-    Attributes:
-        bytes_per_second: reading memory that no cache holds.
-        flops_per_second: floating-point operations in large matmuls, a multiply-add counting two.
+    A multiply-add counts two floating-point operations.
     """
 
     bytes_per_second: float
@@ -269,11 +267,9 @@ def features() -> list[str]:
 
 @dataclass(frozen=True)
 class Limit:
-    """The memory limit of one control group.
+    """The most that the processes of one control group may hold, and what of it they do not hold now.
 
-    Attributes:
-        limit_bytes: the most that its processes may hold.
-        left_bytes: of these, what they do not hold now; cached files that nobody is using count as left.
+    Cached files that nobody is using count as left.
     """
 
     limit_bytes: int
@@ -317,12 +313,9 @@ def _mounts(root: Path, version: str) -> Iterator[tuple[str, PurePosixPath]]:
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         own, other = before.split(), after.split()
-        if (
-            len(own) > 4
-            and other
-            and other[0] == version
-            and (version == "cgroup2" or "memory" in other[-1].split(","))
-        ):
+        if len(own) < 5 or not other or other[0] != version:
+            continue
+        if version == "cgroup2" or "memory" in other[-1].split(","):
             part, place = (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text) for text in own[3:5])
             yield part, PurePosixPath(place)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.ops import gpu
-from moestro.ops.inputs import no_tensor
+from moestro.ops.inputs import no_rows, no_tensor
 from moestro.routing.routers import TopKRouter
 from moestro.tolerances import disagreement
 from moestro.types import SWIGLU, Activation, Routing
@@ -84,12 +84,7 @@ class MoE(nn.Module):
         experts = self.experts
         shape, hidden_size = x.shape, experts.hidden_size
         if x.dim() < 1 or shape[-1] != hidden_size or not x.is_floating_point():
-            raise invalid_input(
-                "MoE",
-                got=f"x {list(shape)} of {x.dtype}",
-                needs=f"floating-point [..., {hidden_size}]",
-                fix="The last dimension is hidden_size.",
-            )
+            raise no_rows("MoE", x, hidden_size)
         x = x if len(shape) == 2 else x.reshape(-1, hidden_size)
         routing = self.route(x)
         routed, shared = self.experts if self.dispatcher is None else self._dispatched, self.shared_experts

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from moestro.errors import invalid_input, not_one_of, several_devices
+from moestro.errors import InvalidInputError, invalid_input, not_one_of, several_devices
 
 EMPTY = -1
 """The expert id of an empty slot: it costs nothing and adds nothing."""
@@ -54,27 +54,8 @@ class Routing:
 
     def __post_init__(self) -> None:
         ids, weights = self.expert_ids, self.routing_weights
-        if ids.dim() != 2 or weights.shape != ids.shape:
-            raise invalid_input(
-                "Routing",
-                got=f"expert_ids {list(ids.shape)} and routing_weights {list(weights.shape)}",
-                needs="two tensors of one shape [num_tokens, top_k]",
-                fix="Flatten batch and sequence into num_tokens first.",
-            )
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise invalid_input(
-                "Routing",
-                got=f"expert_ids of {ids.dtype}",
-                needs="int32 or int64",
-                fix="Use expert_ids.long().",
-            )
-        if weights.dtype not in (torch.float32, torch.float64):
-            raise invalid_input(
-                "Routing",
-                got=f"routing_weights of {weights.dtype}",
-                needs="float32 (float64 for a float64 reference)",
-                fix="Use routing_weights.float().",
-            )
+        if ids.dim() != 2 or not make_up_a_routing(ids, weights):
+            raise no_routing("Routing", ids, weights)
         if ids.device != weights.device:
             raise several_devices("Routing", expert_ids=ids.device, routing_weights=weights.device)
         if self.weight_on not in ("output", "input"):
@@ -145,6 +126,23 @@ class Routing:
                 fix="Look for NaN in the router's input or its logits.",
             )
         self.mark_checked(num_experts)
+
+
+def make_up_a_routing(expert_ids: Tensor, routing_weights: Tensor) -> bool:
+    """Whether ids and weights have the dtypes of a routing's, and one shape."""
+    integers, floats = (torch.int32, torch.int64), (torch.float32, torch.float64)
+    fit = expert_ids.dtype in integers and routing_weights.dtype in floats
+    return fit and routing_weights.shape == expert_ids.shape
+
+
+def no_routing(operation: str, ids: Tensor, weights: Tensor) -> InvalidInputError:
+    """The error for ids and weights that make up no routing."""
+    return invalid_input(
+        operation,
+        got=f"expert_ids {list(ids.shape)} of {ids.dtype} and routing_weights {list(weights.shape)} of {weights.dtype}",
+        needs="int32 or int64 ids and float32 or float64 weights of one shape [num_tokens, top_k]",
+        fix="Flatten batch and sequence into num_tokens first; use expert_ids.long() and routing_weights.float().",
+    )
 
 
 def check_range(expert_ids: Tensor, num_experts: int, operation: str) -> None:

@@ -102,8 +102,7 @@ class ExpertWeights:
             input_format: as the attribute; None keeps it.
 
         Raises:
-            InvalidInputError: an unknown format, one that cannot store matrices of these sizes, or NaN or infinity in
-                the weights.
+            InvalidInputError: an unknown format, one that cannot store such matrices, or weights that are not finite.
             UnsupportedError: as for the class.
         """
         form = formats.find_format(format) if isinstance(format, str) else format

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bounds import INT4_ROWS, QUANTISED
 from moestro import formats, machine
 from moestro.bench import LAYERS, known_peers, make_layer
 from moestro.bench.layers import Layer, LayerSpec, expected_output, inputs
@@ -18,7 +19,7 @@ from moestro.bench.measure import versions
 from moestro.bench.timing import OwnClock, wall_clock
 from moestro.reference import activate
 from moestro.settings import BENCH_PEERS_VARIABLE
-from moestro.tolerances import INT4_ROWS, QUANTISED, disagreement, relative_error, too_far
+from moestro.tolerances import disagreement, relative_error, too_far
 from moestro.types import Routing
 from peers import ggml, installed, onnx, teams, torch_packed, vllm
 from peers.vllm import VLLM

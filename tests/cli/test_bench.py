@@ -141,7 +141,7 @@ def test_wrong_output_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--layer", "gpt5"], "got layer 'gpt5'; needs one of olmoe, "),
         (["--tokens", "0"], "got tokens '0'; needs whole numbers of at least 1"),
         (["--tokens", "-3"], "got tokens '-3'; needs whole numbers of at least 1"),
-        (["--tokens", "1,two"], "got tokens '1,two'; needs whole numbers of at least 1"),
+        (["--tokens", "1,two"], "got tokens 'two'; needs whole numbers of at least 1"),
         (["--tokens", ","], "0 token counts"),
         (["--dtype", "float12"], "got dtype float12; needs float32, bfloat16 or float16"),
         (["--dtype", "int8"], "got dtype torch.int8; needs float32, bfloat16 or float16"),

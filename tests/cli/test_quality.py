@@ -85,7 +85,7 @@ def test_dtype(model_folder: Path, text: Path) -> None:
         ([], "got no format"),
         (["--format", "nope"], "got format 'nope'"),
         (["--format", "mxfp4"], "multiple of 32"),
-        (["--format", "int8", "--search", "best"], "search='best'"),
+        (["--format", "int8", "--search", "best"], "search 'best'"),
         (["--format", "int8", "--against", "nope"], "got format 'nope'"),
         (["--format", "int8", "--against", "mxfp4"], "multiple of 32"),
         (["--format", "int8", "--dtype", "int8"], "dtype 'int8'"),

@@ -114,6 +114,6 @@ def test_dtypes_that_are_no_weights(dtype: torch.dtype) -> None:
 
 def test_names() -> None:
     w = torch.zeros(4, 32)
-    assert "search='rmse'" in refusal(w, "mxfp4", "rmse")
+    assert "search 'rmse'" in refusal(w, "mxfp4", "rmse")
     with pytest.raises(InvalidInputError, match="format 'mxfp5'; needs one of"):
         quantize(w, "mxfp5")

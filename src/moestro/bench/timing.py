@@ -38,10 +38,7 @@ class Ratio(NamedTuple):
 
 
 def wall_clock(device: torch.device | str = "cpu") -> Timer:
-    """A timer of one call in seconds; on an accelerator it waits for the device before and after.
-
-    Here and in `event_clock` a call with a clock of its own (`OwnClock`) is asked for its seconds.
-    """
+    """A timer of one call in seconds, by a clock of its own if it has one (`OwnClock`); it waits for an accelerator."""
     device = torch.device(device)
 
     def synchronize() -> None:

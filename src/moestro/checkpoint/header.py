@@ -72,13 +72,7 @@ _OTHER_FILES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written.
-
-    Attributes:
-        name: its name in the file.
-        dtype: one of the dtypes that safetensors files hold; no sub-byte ones.
-        shape: its sizes.
-    """
+    """A tensor to be written, of a dtype that safetensors files hold; no sub-byte ones."""
 
     name: str
     dtype: torch.dtype
@@ -91,13 +85,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry(TensorSpec):
-    """A tensor in a file, as the header describes it.
-
-    Attributes:
-        name, dtype, shape: as in `TensorSpec`.
-        file: where it lies.
-        start, stop: its bytes, counted from the start of the file.
-    """
+    """A tensor in a file, as the header describes it; `start` and `stop` are counted from the start of the file."""
 
     file: Path
     start: int

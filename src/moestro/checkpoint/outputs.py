@@ -44,9 +44,7 @@ class ExpertSource:
 class Item:
     """A tensor that is copied byte for byte, or (`Projection`) several that are made and written together.
 
-    Attributes:
-        specs: of what is written.
-        reads: the tensors of the source that it is made of.
+    `specs` are of what is written, `reads` the tensors of the source that it is made of.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -124,10 +122,7 @@ def _joined(blocks: tuple[PackedTensor, ...]) -> PackedTensor:
 class Outputs:
     """Everything that will be written besides the configuration and the files that are copied.
 
-    Attributes:
-        shards: the items of each file, by its name, in the order in which they are written.
-        specs: the tensors of each file.
-        sizes: bytes of each file.
+    By file name: its items in the order in which they are written, its tensors, and its bytes.
     """
 
     shards: Mapping[str, Sequence[Item]]

@@ -56,13 +56,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """How far a run is: bytes of tensors on the disk, those of earlier runs included, and of all.
 
-    Attributes:
-        written: bytes of tensors on the disk, those of earlier runs included.
-        total: bytes of all tensors.
-        tensor: what is being written; "" before the first.
-        shard, num_shards: the number of the file it belongs to, from 1, and of all.
+    `tensor` is being written ("" before the first), to the file `shard`, counted from 1, of `num_shards`.
     """
 
     written: int

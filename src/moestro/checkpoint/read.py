@@ -141,8 +141,7 @@ class Checkpoint:
     def checksums(self, on_progress: Progress | None = None) -> dict[str, dict[str, str]]:
         """SHA-256 of every tensor's bytes, by file name and tensor name; reads all of them, for `write_checksums`.
 
-        Args:
-            on_progress: called with (bytes done, bytes in all), on worker threads, one call at a time.
+        `on_progress` is called with (bytes done, bytes in all), on worker threads, one call at a time.
 
         Raises:
             InvalidInputError: a file changed after it was opened, or cannot be read.
@@ -155,10 +154,7 @@ class Checkpoint:
     def verify(self, on_progress: Progress | None = None) -> bool:
         """Compare every tensor's bytes with the `moestro-checksums.json` beside its file.
 
-        Reads every tensor once, on `torch.get_num_threads()` threads.
-
-        Args:
-            on_progress: called with (bytes done, bytes in all), on worker threads, one call at a time.
+        Reads every tensor once, on `torch.get_num_threads()` threads; `on_progress` as for `checksums`.
 
         Returns:
             True if all agree; False if there are no checksums, and nothing was read.

@@ -126,10 +126,8 @@ def open_partial(destination: Path, record: Record) -> Iterator[tuple[Path, froz
 
 def commit(path: Path, destination: Path) -> None:
     """Put an incomplete folder, complete now, in its place."""
-    for folder in (
-        path,
-        *filter(Path.is_dir, path.rglob("*")),
-    ):  # the files are on the disk since they have their names
+    # The files are on the disk since they have their names.
+    for folder in (path, *filter(Path.is_dir, path.rglob("*"))):
         sync_folder(folder)
     with explained(destination):
         path.rename(destination)

@@ -92,9 +92,9 @@ def _split(*values: str) -> list[str]:
 
 def _counts(text: str) -> tuple[int, ...]:
     parts = _split(text)
-    if not all(part.isdecimal() and int(part) for part in parts):
-        needs = "whole numbers of at least 1"
-        raise invalid_input("bench layer", got=f"tokens {text!r}", needs=needs, fix=f"Default: {TOKENS}.")
+    if wrong := [part for part in parts if not part.isdecimal() or not int(part)]:
+        got, needs = f"tokens {', '.join(map(repr, wrong))}", "whole numbers of at least 1"
+        raise invalid_input("bench layer", got=got, needs=needs, fix=f"Default: {TOKENS}.")
     return tuple(map(int, parts))
 
 

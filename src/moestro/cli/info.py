@@ -12,7 +12,7 @@ import typer
 from rich.filesize import pick_unit_and_suffix
 
 import moestro
-from moestro.cli.progress import wide_console
+from moestro.cli.progress import named_values, wide_console
 from moestro.cli.refusal import refusals
 
 PACKAGES = ("transformers", "safetensors", "tokenizers", "numpy", "triton")
@@ -92,16 +92,8 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for group, rows in _rows(found).items():
-        table.add_row(group, "")
-        for name, value in rows:
-            table.add_row(f"  {name}", value)
-    wide_console().print(table)
+    rows = [line for group, own in _rows(found).items() for line in [(group, ""), *((f"  {n}", v) for n, v in own)]]
+    wide_console().print(named_values(rows))
 
 
 def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 TABLE_WIDTH = 160
 EVERY = 5.0
@@ -27,6 +28,18 @@ def wide_console(stderr: bool = False) -> Console:
     made = Console(stderr=stderr, highlight=False)
     made.width = max(made.width, TABLE_WIDTH)
     return made
+
+
+def named_values(rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and values."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 @contextmanager

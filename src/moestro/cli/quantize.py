@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.filesize import decimal
 
-from moestro.cli.progress import bar
+from moestro.cli.progress import bar, named_values
 from moestro.cli.refusal import refusals
 from moestro.errors import invalid_input
 
@@ -115,11 +115,7 @@ def _read(source: Path) -> tuple[Checkpoint, list[ExpertSource]]:
 
 def _print(report: Report) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     resumed = f", {report.num_resumed} of them by an earlier run" if report.num_resumed else ""
     rows = {
         "files": f"{report.num_shards}{resumed if not report.complete_before else ''}",
@@ -130,12 +126,10 @@ def _print(report: Report) -> None:
         "bits per weight": f"{report.bits_per_weight:.3f} (experts, scales included)",
         "time": f"{report.seconds:.1f} s",
     }
-    for row in rows.items():
-        table.add_row(*row)
     console = Console(highlight=False)
     done = "is complete already; nothing was written" if report.complete_before else "is complete"
     console.print(f"{report.destination} {done}", soft_wrap=True)
-    console.print(table)
+    console.print(named_values(rows.items()))
 
 
 def _change(before: int, after: int) -> str:

@@ -41,8 +41,7 @@ class Output(io.TextIOWrapper):
 def run(command: Callable[[], Any]) -> int:
     """Run a command and return its exit code: 2 with one line where its output cannot be written.
 
-    A reader that has left ends it quietly with 141, and Ctrl-C with 130. Characters that the terminal's encoding lacks
-    are replaced.
+    A reader that has left ends it quietly with 141, Ctrl-C with 130. Characters that an encoding lacks are replaced.
     """
     code: Any = 0
     try:

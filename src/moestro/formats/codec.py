@@ -22,11 +22,9 @@ MOST_FLOAT16 = 65504.0
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """The extremes of blocks.
+    """The least and the greatest weight of blocks, [B, 1] float32, or 0 where that lies outside of them.
 
-    Attributes:
-        low, high: [B, 1] float32, the least and the greatest weight, or 0 where that lies outside of them.
-        unit: [] float32, the factor of all scales, for formats with global scales.
+    `unit` [] float32 is the factor of all scales, for formats with global scales.
     """
 
     low: Tensor

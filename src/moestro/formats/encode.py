@@ -32,8 +32,7 @@ def quantize(
     does not depend on the number of threads.
 
     Args:
-        weight: [N, K] or [E, N, K] of float32, bfloat16, float16 or float64, any strides. float64 is rounded to
-            float32 first.
+        weight: [N, K] or [E, N, K] of float32, bfloat16, float16, or float64 (rounded to float32 first); any strides.
         format: a value of `FORMATS`, or its name. Dense formats are a cast.
         search: "nearest" takes scales from the largest weights of each block; "mse" tries scales about these and
             takes, block by block, the one whose stored weights have the least squared error, never a worse one.

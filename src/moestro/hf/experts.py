@@ -45,10 +45,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one module is served.
-
-    A copied or unpickled module finds None in its place and makes its own: a plan may hold a method of its module.
-    """
+    """How one module is served. A copied or unpickled one makes its own plan, which may hold a method of the module."""
 
     activation: Activation
     flags: Flags = field(default_factory=Flags)

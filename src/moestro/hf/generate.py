@@ -182,9 +182,7 @@ def _finite(name: str) -> Iterator[None]:
 class Streamer(BaseStreamer):
     """Turns tokens into pieces of text as they come, holding back a character whose bytes are not all there yet.
 
-    Attributes:
-        text: all pieces so far.
-        times: time.perf_counter() at each new token.
+    `text` is all pieces so far, `times` have time.perf_counter() at each new token.
     """
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], object]) -> None:

@@ -43,27 +43,17 @@ def find_model(name: str | Path, operation: str) -> str:
     if (folder / "config.json").is_file():
         return str(folder)
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
-        raise invalid_input(
-            operation,
-            got=f"{name}, in llama.cpp's GGUF format",
-            needs="a folder with config.json and safetensors files",
-            fix="Name the checkpoint that it was made from; `moestro quantize` and --format make it as small.",
-        )
-    if folder.exists():
-        raise invalid_input(
-            operation,
-            got=f"{name}, which holds no config.json",
-            needs="a folder written by save_pretrained",
-            fix="Name the folder that holds config.json and the weights.",
-        )
-    if isinstance(name, Path) or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
-        raise invalid_input(
-            operation,
-            got=f"model {str(name)!r}, where there is no folder",
-            needs="a folder that exists, or a hub id such as allenai/OLMoE-1B-7B-0924",
-            fix="Check the path.",
-        )
-    return name
+        got, needs = f"{name}, in llama.cpp's GGUF format", "a folder with config.json and safetensors files"
+        fix = "Name the checkpoint that it was made from; `moestro quantize` and --format make it as small."
+    elif folder.exists():
+        got, needs = f"{name}, which holds no config.json", "a folder written by save_pretrained"
+        fix = "Name the folder that holds config.json and the weights."
+    elif isinstance(name, Path) or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        got, fix = f"model {str(name)!r}, where there is no folder", "Check the path."
+        needs = "a folder that exists, or a hub id such as allenai/OLMoE-1B-7B-0924"
+    else:
+        return name
+    raise invalid_input(operation, got=got, needs=needs, fix=fix)
 
 
 def read_config(source: str | Path, operation: str, checkpoint: Checkpoint | None = None) -> Any:

@@ -1,7 +1,6 @@
 """What Transformers calls when experts are to stay as stored: a quantisation config, and the quantizer behind it.
 
-Importing it registers both under "moestro", so that the ``config.json`` of a checkpoint that moestro wrote is enough to
-load it.
+Importing it registers both under "moestro": the ``config.json`` of what moestro wrote is then enough to load it.
 """
 
 from __future__ import annotations

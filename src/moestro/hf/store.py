@@ -58,13 +58,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class Projections:
-    """Both projections of one layer's experts.
+    """Both projections of one layer's experts, gate_up and down, and what stands between them as they are stored.
 
-    Attributes:
-        holder: the module whose parameters they are, as a path inside the module that is served ("" for itself).
-        both: gate_up and down.
-        num_experts: E.
-        activation: what stands between them when gate and up are stored as the two say.
+    Their parameters are those of `holder`, a path inside the module that is served ("" for itself).
     """
 
     holder: str
@@ -143,13 +139,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a store is made of.
-
-    Attributes:
-        path: of the module that holds it, inside the model.
-        projections: of that module, whose parameters it takes the place of.
-        recipes: of gate_up and of down.
-    """
+    """What a store is made of: recipes of gate_up and of down, in place of the parameters of the module at `path`."""
 
     path: str
     projections: Projections

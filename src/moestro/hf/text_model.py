@@ -34,14 +34,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, eq=False)
 class TextModel:
-    """A causal language model with its tokenizer.
+    """A causal language model of Transformers with its tokenizer, and its configuration as it is stored.
 
-    Attributes:
-        name: the folder or hub id it came from, or "bundled".
-        path: that folder or id.
-        config: of Transformers, as it is stored there.
-        tokenizer: its tokenizer.
-        model: a Transformers model whose expert layers moestro serves; before weights were read, of empty parameters.
+    `path` is the folder or hub id that it came from, and its `name` too, but for the "bundled" one. Before weights are
+    read, `model` has empty parameters; then moestro serves its expert layers.
     """
 
     name: str

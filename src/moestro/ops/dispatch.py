@@ -32,13 +32,9 @@ MOST_KEPT = 4096
 
 @dataclass(frozen=True)
 class KernelUse:
-    """A kernel of a prepared call.
+    """A kernel of a prepared call, and what of the operation it computes, e.g. "gate_up".
 
-    Attributes:
-        stage: what of the operation it computes, e.g. "gate_up".
-        kernel: its name.
-        units: how often it is entered: for expert_mlp, blocks of one expert's rows.
-        rows: rows of x that it meets.
+    `units` is how often it is entered (of expert_mlp, blocks of rows), and `rows` are those of x that it meets.
     """
 
     stage: str
@@ -77,12 +73,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operation.
-
-    Attributes:
-        name: what `moestro.use` forces and `moestro.explain` prints.
-        prepare: maps the operation's arguments to a `Prepared`, or to the reason why it cannot run them.
-    """
+    """One way to compute an operation: `prepare` returns a `Prepared`, or the reason why it cannot run arguments."""
 
     name: str
     prepare: Callable[..., Prepared | str]

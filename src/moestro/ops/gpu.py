@@ -27,13 +27,7 @@ IMPLEMENTATION = "triton"
 
 @dataclass(frozen=True)
 class Device:
-    """What tuning has to know of a GPU.
-
-    Attributes:
-        capability: (major, minor) of its compute capability.
-        num_sms: its streaming multiprocessors.
-        shared_memory: bytes of shared memory that one program can have.
-    """
+    """What tuning has to know of a GPU: its multiprocessors, and bytes of shared memory that one program can have."""
 
     capability: tuple[int, int]
     num_sms: int

@@ -24,6 +24,16 @@ def no_tensor(operation: str, name: str, value: object) -> InvalidInputError:
     )
 
 
+def no_rows(operation: str, x: Tensor, hidden_size: int) -> InvalidInputError:
+    """The error for what are no rows of hidden states."""
+    return invalid_input(
+        operation,
+        got=f"x {list(x.shape)} of {x.dtype}",
+        needs=f"floating-point x [..., {hidden_size}]",
+        fix="The last dimension is hidden_size.",
+    )
+
+
 def check_tensor(operation: str, name: str, value: object) -> None:
     """Refuse what no kernel can read: no tensor, a sparse or a nested one, one on the meta device."""
     if not isinstance(value, Tensor):

@@ -18,8 +18,7 @@ ROUNDING = 1e-9
 def quality_plot(report: QualityReport, path: str | Path) -> None:
     """Write a picture (png, svg or pdf by the name's ending): a line for each variant.
 
-    On the left a dot at its mean KL divergence from the baseline, logarithmic; on the right its expert error in each
-    layer.
+    On the left a dot at its mean KL divergence from the baseline, logarithmic; on the right each layer's expert error.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

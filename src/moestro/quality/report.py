@@ -27,13 +27,10 @@ COLUMNS = ("format", "scales", *_NUMBERS)
 
 @dataclass(frozen=True)
 class Layer:
-    """One expert layer against the baseline's.
+    """One expert layer, by its name in the model, against the baseline's.
 
-    Attributes:
-        path: its name in the model.
-        error: L2 norm of the difference of both outputs over that of the baseline's, all tokens together, where both
-            layers are given the baseline's inputs and routing.
-        changed: share of the baseline's (token, slot) choices that the model does not make in its own forward pass.
+    The error is the L2 norm of the difference of both outputs over that of the baseline's, all tokens together, given
+    the baseline's inputs and routing; `changed` is the share of its choices that the model does not make by itself.
     """
 
     path: str

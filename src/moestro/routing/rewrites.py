@@ -1,7 +1,7 @@
 """Rewrites: functions from routing to routing. A dropped slot gets the id -1; nobody downstream needs to know why.
 
-All are differentiable in routing_weights and, unless said otherwise, free of control flow on data. None renormalises
-on its own: `rescale` does that where it is wanted.
+A routing is [T, K]. All are differentiable in routing_weights and, unless said otherwise, free of control flow on data.
+None renormalises on its own: `rescale` does that where it is wanted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def rescale(routing: Routing, total: float | Tensor = 1.0) -> Routing:
     """Scale each token's weights so that those of its used slots sum to `total`; a sum of zero stays zero.
 
     Args:
-        routing: [T, K].
         total: one value, or [T]: `token_weight` of the routing before a rewrite restores what the rewrite took.
     """
     weights = routing.routing_weights.masked_fill(routing.expert_ids < 0, 0.0)
@@ -49,7 +48,6 @@ def scale_experts(routing: Routing, scale: Tensor) -> Routing:
     """Multiply each weight by its expert's factor (Gemma 4's per-expert scale).
 
     Args:
-        routing: [T, K].
         scale: [E].
 
     Raises:
@@ -72,7 +70,6 @@ def remap(routing: Routing, mapping: Tensor) -> Routing:
     Two experts may get one name: a token that uses both then counts the one with the sum of both weights.
 
     Args:
-        routing: [T, K].
         mapping: integer [E], on the same device.
 
     Raises:
@@ -108,7 +105,6 @@ def prune_experts(routing: Routing, keep: Tensor) -> Routing:
     """Empty every slot whose expert is not kept.
 
     Args:
-        routing: [T, K].
         keep: bool [E]; `most_used` makes one from counts.
 
     Raises:
@@ -168,7 +164,6 @@ def keep_confident(routing: Routing, min_share: float = 0.0, mass: float = 1.0) 
     Weights count by magnitude. The defaults drop nothing.
 
     Args:
-        routing: [T, K].
         min_share: drop slots below this share of the token's best weight, 0..1.
         mass: keep, from the best down, only as many slots as are needed to reach this share of the token's summed
             weight, above 0 and at most 1.
@@ -203,7 +198,6 @@ def drop_over_capacity(routing: Routing, num_experts: int, capacity_factor: floa
     capacity; capacity_factor is read as the decimal number it prints as, so that 1.1 * 10 is 11.
 
     Args:
-        routing: [T, K].
         num_experts: E.
         capacity_factor: above 0; 1.0 is what balanced routing needs.
 

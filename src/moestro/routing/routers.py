@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moestro.errors import invalid_input, several_devices
+from moestro.ops.inputs import no_rows
 from moestro.routing.groups import GroupLimit
 from moestro.routing.scoring import Scoring
 from moestro.routing.selection import route
@@ -18,12 +19,7 @@ from moestro.types import Routing
 def router_input(x: Tensor, weight: Tensor, operation: str) -> Tensor:
     """Floating-point x [..., H] as [T, H] in the dtype of routing: float64 if x or weight is that, else float32."""
     if x.dim() < 1 or x.shape[-1] != weight.shape[-1] or not x.is_floating_point():
-        raise invalid_input(
-            operation,
-            got=f"x {list(x.shape)} of {x.dtype}",
-            needs=f"floating-point x [..., {weight.shape[-1]}]",
-            fix="The last dimension is hidden_size.",
-        )
+        raise no_rows(operation, x, weight.shape[-1])
     if x.device != weight.device:
         raise several_devices(operation, x=x.device, weight=weight.device)
     wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32

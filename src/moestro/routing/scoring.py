@@ -130,8 +130,7 @@ PRESETS = {
 
 
 def prepare(logits: Tensor, scoring: Scoring, masked: Tensor | None) -> Tensor:
-    """Logits [T, E] after scale and soft-cap; the masked become the dtype's least finite value, so that no function
-    meets -inf minus -inf."""
+    """Logits [T, E] after scale and soft-cap; the masked become the least finite value, never -inf."""
     z = logits
     if scoring.logit_scale != 1.0:
         z = z * scoring.logit_scale

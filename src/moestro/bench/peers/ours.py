@@ -25,8 +25,7 @@ def ours(strategy: str = "auto", format: str = DENSE) -> Variant:
     """moestro with a strategy, on weights in a format, which a name of "moestro" and of both says if they are given.
 
     On the layer's own weights ("dense") it is Transformers' own module after `moestro.accelerate(module, strategy)`; on
-    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. "mxfp4/int8" is mxfp4 with the input
-    format int8.
+    quantised ones, `moestro.Experts` of them, called as `moestro.MoE` calls it. "mxfp4/int8" is mxfp4 with int8 inputs.
 
     Raises:
         InvalidInputError: no such strategy, or no such format, or a floating-point one, which the layer's dtype is for.

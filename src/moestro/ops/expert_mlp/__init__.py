@@ -15,13 +15,12 @@ from moestro.ops import dispatch, gpu, gpu_checks, native
 from moestro.ops.expert_mlp import cpu, plain, reference, triton
 from moestro.ops.inputs import check_call
 from moestro.ops.tensors import call_key
-from moestro.types import Routing
+from moestro.types import Routing, make_up_a_routing, no_routing
 from moestro.weights import ExpertWeights
 
 __all__ = ["expert_mlp"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32, torch.float64)
 
 
 def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
@@ -83,14 +82,8 @@ def check_arguments(x: Tensor, routing: Routing, weights: ExpertWeights, strateg
             fix="Flatten batch and sequence: x.reshape(-1, hidden_size).",
         )
     ids, routing_weights = routing.expert_ids, routing.routing_weights
-    if ids.dtype not in _IDS or routing_weights.dtype not in _WEIGHTS or routing_weights.shape != ids.shape:
-        raise invalid_input(
-            "expert_mlp",
-            got=f"expert_ids {list(ids.shape)} of {ids.dtype} and routing_weights {list(routing_weights.shape)} of "
-            f"{routing_weights.dtype}",
-            needs="int32 or int64 ids and float32 or float64 weights of one shape",
-            fix="Build the routing with moestro.Routing, which checks them.",
-        )
+    if not make_up_a_routing(ids, routing_weights):
+        raise no_routing("expert_mlp", ids, routing_weights)
     if routing.num_tokens != x.shape[0]:
         raise invalid_input(
             "expert_mlp",

@@ -6,9 +6,9 @@ Eager calls are differentiated by autograd itself; tests hold the two equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """Of x [T, H], routing_weights [T, K], gate_up, down and the biases; None where none was asked for."""
 
     x: Tensor | None
@@ -33,8 +32,7 @@ class Gradients:
     down_bias: Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
+class _Group(NamedTuple):
     """The rows of one expert, in the dtype that everything is computed in."""
 
     expert: int
@@ -63,14 +61,13 @@ def expert_mlp_backward(
     order = grouping.run(routing.expert_ids, weights.num_experts)
     pairs = order.token_ids * routing.top_k + order.slots
     flat = routing.routing_weights.reshape(-1)
+    on_input = routing.weight_on == "input"
     for e, (start, stop) in enumerate(pairwise(order.offsets.tolist())):
         if start < stop:
             t, p = order.token_ids[start:stop], pairs[start:stop]
-            on_input = routing.weight_on == "input"
-            _one_expert(
-                _Group(e, t, p, x[t].to(wide), grad[t].to(wide), flat[p, None].to(wide), on_input), weights, grads
-            )
-    return grads if grads.x is None else replace(grads, x=grads.x.to(x.dtype))
+            group = _Group(e, t, p, x[t].to(wide), grad[t].to(wide), flat[p, None].to(wide), on_input)
+            _one_expert(group, weights, grads)
+    return grads if grads.x is None else grads._replace(x=grads.x.to(x.dtype))
 
 
 def _one_expert(group: _Group, weights: ExpertWeights, grads: Gradients) -> None:

@@ -208,8 +208,7 @@ def _expert_mlp_backward(grad: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
     *stored, needed = given
     routing, weights = _given(*stored)
     with torch.autocast(x.device.type, enabled=False):
-        g = expert_mlp_backward(grad, x, routing, weights.value, needed)
-    found = (g.x, g.routing_weights, g.gate_up, g.down, g.gate_up_bias, g.down_bias)
+        found = expert_mlp_backward(grad, x, routing, weights.value, needed)
     return [t.contiguous() for t in found if t is not None]
 
 

@@ -34,9 +34,8 @@ def why_unreadable(stored: StoredExperts) -> str | None:
     if reason is not None:
         return f"{reason}, and {{name}} is stored as {form.name}"
     matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
-    if any(
-        m.data.dtype != form.storage for m in matrices
-    ):  # `.data =` and Module.to(dtype) exchange what a parameter holds
+    # `.data =` and Module.to(dtype) exchange what a parameter holds.
+    if any(m.data.dtype != form.storage for m in matrices):
         return f"{{name}} is described as {form.name} and has come to hold numbers of another dtype"
     if isinstance(stored, SplitTensor):
         return _uneven_matrices(stored)

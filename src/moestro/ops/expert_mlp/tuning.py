@@ -55,8 +55,7 @@ def choose_strategy(num_pairs: int, num_experts: int) -> tuple[str, str]:
     """The strategy and the sentence why: by T * K against alpha * E.
 
     Few pairs touch few experts, and a walk over the pairs themselves costs less than ordering them; from there on
-    rows are grouped by expert. Blockwise and all_experts do strictly more work in plain torch, and run only when
-    asked for.
+    rows are grouped by expert. Blockwise and all_experts do more work in plain torch; they run when asked for.
     """
     limit = SELECTIVE_ALPHA * num_experts
     name, sign = ("selective", "<=") if num_pairs <= limit else ("grouped", ">")
