@@ -24,16 +24,16 @@ REPEATS, ROUNDS = 1000, 15
 FORMATS = ("bfloat16", "mxfp4", "mxfp4, unstacked")
 
 
-def microseconds(call: Callable[[], Any]) -> float:
+def microseconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
     """Of processor time a call, the median of rounds."""
-    for _ in range(REPEATS // 10):
+    for _ in range(repeats // 10):
         call()
     spent = []
     for _ in range(ROUNDS):
         start = time.process_time()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             call()
-        spent.append((time.process_time() - start) / REPEATS * 1e6)
+        spent.append((time.process_time() - start) / repeats * 1e6)
     return statistics.median(spent)
 
 

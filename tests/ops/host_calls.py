@@ -7,11 +7,10 @@ Without a GPU a recorder stands in for the launcher, and tensors lie on the CPU;
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +26,11 @@ from moestro.routing import triton as routing_triton
 from .compiled import launching, taken_for_a_gpu
 from .stored import apart, moved
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from host_calls import microseconds
+
 T, H, I, E, K = 1, 256, 128, 64, 8  # noqa: E741
-REPEATS, ROUNDS = 300, 15
+REPEATS = 300
 
 
 def calls(form: str, num_tokens: int, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -67,17 +69,6 @@ def functions(call: Callable[[], Any]) -> int:
     return entered[0] - 1
 
 
-def microseconds(call: Callable[[], Any]) -> float:
-    """Of processor time, the median of many calls."""
-    spent = []
-    for _ in range(ROUNDS):
-        start = time.process_time()
-        for _ in range(REPEATS):
-            call()
-        spent.append((time.process_time() - start) / REPEATS * 1e6)
-    return statistics.median(spent)
-
-
 @contextmanager
 def device() -> Iterator[torch.device]:
     """A GPU, or what is taken for one."""
@@ -101,7 +92,7 @@ def main(arguments: list[str]) -> None:
                 for name, call in calls(form, num_tokens, where).items():
                     call()
                     call()
-                    spent = f"  {microseconds(call):.1f} us" if timed else ""
+                    spent = f"  {microseconds(call, REPEATS):.1f} us" if timed else ""
                     print(f"{name}: {functions(call)} functions{spent}", flush=True)
 
 
