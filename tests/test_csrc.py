@@ -106,6 +106,66 @@ def test_no_struct_is_initialised_by_many_positions():
     assert wrong == []
 
 
+PAGE = (ROOT / "docs" / "reference" / "engine.md").read_text(encoding="utf-8")
+MOST_HOPS = 12
+KERNELS = ("four_rows", "eight_rows", "rows")
+"""Members of the tables of an instruction set that point to kernels."""
+
+
+def hops() -> list[tuple[str, Path]]:
+    """The functions from `MoE.forward` to a kernel, and their files, as the page lists them."""
+    rows = re.findall(r"^\| +(\d+) \| `([\w.:]+)` \| `([\w./]+)` \|", PAGE, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
+    return [(name, ROOT / file) for _, name, file in rows]
+
+
+def bodies(name: str, file: Path) -> list[str]:
+    """The definitions of a C++ function in a file; of a member, those in its class or under its full name."""
+    lines = file.read_text().split("\n")
+    spans = [(start, stop, "\n".join(lines[start : stop + 1])) for start, stop in blocks(lines)]
+    *owner, plain = name.split("::")
+    classes = [(a, b) for a, b, text in spans if owner and re.match(rf"\s*class {owner[0]}\b", text)]
+    found = []
+    for start, stop, text in spans:
+        header = text.split("{")[0]
+        inside = not owner or f"{name}(" in header or any(a < start and stop < b for a, b in classes)
+        if inside and re.search(rf"\b{plain}\(", header) and not _NO_FUNCTION.match(text):
+            found.append(text)
+    return found
+
+
+def calls(body: str, name: str) -> bool:
+    return re.search(rf"\b{name.split('::')[-1]}\(", body.partition("{")[2]) is not None
+
+
+def test_a_call_takes_no_more_hops_than_the_page_lists():
+    """Those of Python are counted as they run, by tests/ops/test_dispatch.py."""
+    found = hops()
+    assert len(found) == MOST_HOPS
+    native = [hop for hop in found if hop[1].parent.name == "csrc"]
+    assert native == found[-len(native) :]
+    for (name, file), wanted in zip(native, [*((name,) for name, _ in native[1:]), KERNELS], strict=True):
+        own = bodies(name, file)
+        assert own, f"{name} is not in {file.name}"
+        assert any(calls(body, each) for body in own for each in wanted), f"{name} does not call {wanted}"
+
+
+def test_the_page_has_the_numbers_inside_kernels():
+    rows = re.findall(r"^\| `(k\w+)` \| `([\w*.]+)` \| (\d*) ?\| (\d*) ?\|", PAGE, re.MULTILINE)
+    assert len(rows) >= 11
+    for name, pattern, wide, narrow in rows:
+        for file in sorted((ROOT / "csrc").glob(pattern)):
+            value = constant(name, file.read_text())
+            assert value is not None, f"{name} is not in {file.name}"
+            of_narrow = file.stem.endswith(("avx2", "portable"))
+            assert value == int(narrow if of_narrow else wide), f"{name} in {file.name}"
+
+
+def constant(name: str, text: str) -> int | None:
+    found = re.search(rf"constexpr int(?:64_t)? [^;]*\b{name} = (\d+)(?: << (\d+))?", text)
+    return None if found is None else int(found[1]) << int(found[2] or 0)
+
+
 def test_the_laws_find_what_they_look_for():
     body = ["void long_one(int a,", "              int b) {", *["    ++a;"] * 60, "}"]
     assert list(blocks(body)) == [(0, 62)]

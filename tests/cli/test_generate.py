@@ -124,7 +124,7 @@ def test_activations_of_eight_bits(model_folder: Path) -> None:
     options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "3", "--input-format", "int8")
     assert as_json(*options, "--format", "int8")["stored_experts"] == ["int8, in memory, int8 inputs"]
     refused(run(*options), "weights that are integers")
-    refused(run(*options[:-1], "int4", "--format", "int8"), '"float", "int8" or')
+    refused(run(*options[:-1], "int4", "--format", "int8"), "needs one of float, int8, fp8-e4m3")
 
 
 def test_projections_by_the_engine(model_folder: Path) -> None:

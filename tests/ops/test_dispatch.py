@@ -23,6 +23,7 @@ from moestro.ops import dispatch, native
 from moestro.ops.expert_mlp import EXPERT_MLP, cpu, library
 from moestro.ops.expert_mlp import run as run_below
 from moestro.routing import route
+from test_csrc import hops
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -435,11 +436,7 @@ def test_explain_asks_what_the_call_asks():
     assert moestro.explain(route, torch.randn(3, 8).bfloat16(), 2).chosen == "cpu-native"
 
 
-MOST_FUNCTIONS = 5
-"""Of the package, from `MoE.forward` to the engine: MoE, Experts, expert_mlp, dispatch.call and the prepared call."""
-
-
-def test_the_way_from_the_layer_to_the_engine_is_short(monkeypatch):
+def test_the_way_from_the_layer_to_the_engine_is_the_one_on_the_page(monkeypatch):
     """It never becomes longer: a function that is entered on the way has to earn it."""
     engine, found = native.module, []
 
@@ -470,6 +467,5 @@ def test_the_way_from_the_layer_to_the_engine_is_short(monkeypatch):
     layer = moestro.MoE(moestro.TopKRouter(32, 6, 2), Experts.from_weights(case()[2]).requires_grad_(False))
     with torch.no_grad():
         layer(torch.randn(5, 32))
-    assert found[0] == "cpu.py:compute"
-    assert found[-1] == "moe.py:forward"
-    assert len(found) <= MOST_FUNCTIONS, found
+    listed = [f"{file.name}:{name.rpartition('.')[2]}" for name, file in hops() if file.suffix == ".py"]
+    assert found[::-1] == listed

@@ -18,8 +18,8 @@ def settle(report: Report) -> None:
     for _ in range(ATTEMPTS):
         if not refuted(report):
             break
-        again = machine.peaks()
-        report.peaks = {name: max(rate, again.get(name, 0.0)) for name, rate in report.peaks.items()}
+        found = machine.peaks()
+        report.peaks = {name: max(rate, found.get(name, 0.0)) for name, rate in report.peaks.items()}
     for name, (rate, who) in refuted(report).items():
         report.notes.setdefault("run", []).append(
             f"the peak {name} is refused: {report.peaks[name] / 1e9:,.0f} GFLOP/s from registers, after {ATTEMPTS} "

@@ -239,11 +239,11 @@ def _check_sources(projections: Iterable[Projection]) -> None:
             needs=f"{stored.name} itself, bfloat16, or elements of fewer than its {int(stored.bits)} bits",
             fix="Rounding again would lose and save nothing: quantise from the original weights.",
         )
-    apart = [p for p in projections if p.kept and not p.joins]
-    if apart:
+    cut = [p for p in projections if p.kept and not p.joins]
+    if cut:
         raise invalid_input(
             OPERATION,
-            got=f"{_some([p.source.target for p in apart])} stored as {apart[0].format.name}, each expert in pieces",
+            got=f"{_some([p.source.target for p in cut])} stored as {cut[0].format.name}, each expert in pieces",
             needs="matrices whose blocks of scales are not cut where they meet, to keep them in the same format",
             fix="Pick bfloat16, or a format of fewer bits, for these.",
         )

@@ -263,4 +263,4 @@ class SplitTensor(_Stored):
 
 
 StoredExperts = PackedTensor | SplitTensor
-"""The weights of E experts in one projection, stacked or apart."""
+"""The weights of E experts in one projection, stacked or unstacked."""

@@ -23,8 +23,8 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        fits = input.dtype == weight.dtype and input.shape[-1] == weight.shape[1]
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type) or not fits:
+        matches = input.dtype == weight.dtype and input.shape[-1] == weight.shape[1]
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type) or not matches:
             return super().forward(input)
         return of_rows(input, weight, bias)
 

@@ -66,19 +66,19 @@ def make_k_contiguous(weight: nn.Parameter) -> str:
     _, rows, columns = weight.shape
     with torch.inference_mode(False), torch.no_grad():
         stored = weight.detach().view(-1, columns, rows)
-        turned = torch.empty_like(stored[0])
+        spare = torch.empty_like(stored[0])
         start = stored._version  # counts finished copies, in the same uninterruptible call that makes them
         interrupt: BaseException | None = None
         while not is_k_contiguous(weight):
             try:
                 for matrix in stored[stored._version - start :]:
-                    matrix.copy_(turned.copy_(matrix.view(rows, columns).t()))
+                    matrix.copy_(spare.copy_(matrix.view(rows, columns).t()))
                 weight.data = stored.transpose(1, 2)
             except (KeyboardInterrupt, SystemExit) as error:
                 interrupt = error
             except BaseException:
                 if not is_k_contiguous(weight):
-                    _turn_back(stored[: stored._version - start], turned)
+                    _turn_back(stored[: stored._version - start], spare)
                 raise
         if interrupt is not None:
             raise interrupt

@@ -147,7 +147,7 @@ class Reader:
                 parts = self._with_scales(self._parts(parameter, 1))
                 shape = (1, tensor.shape[0], tensor.shape[-1])
                 form = self._fp8(parts[0])
-                recipe = Recipe(parameter, shape, form, parts, apart=True)
+                recipe = Recipe(parameter, shape, form, parts, unstacked=True)
                 found.append((self._fitting(recipe), tensor.dtype))
         return found
 
@@ -195,16 +195,16 @@ class Reader:
         parts = [part for name in projection.parameters for part in self._parts(f"{path}.{name}", shape[0])]
         first = parts[0][0]
         dtype = Counter(self._checkpoint.entry(key).dtype for part in parts for key in part).most_common(1)[0][0]
-        apart = not projection.flat and len(self._checkpoint.entry(first).shape) == 2
+        unstacked = not projection.flat and len(self._checkpoint.entry(first).shape) == 2
         if dtype in _DENSE:
-            return Recipe(target, shape, _DENSE[dtype], tuple({"data": part} for part in parts), projection, apart)
+            return Recipe(target, shape, _DENSE[dtype], tuple({"data": part} for part in parts), projection, unstacked)
         if dtype != torch.float8_e4m3fn:
             needs = f"{', '.join(f.name for f in DENSE_FORMATS)}, FP8 e4m3 with scales, MXFP4 blocks, or moestro's own"
             raise self._error(first, f"experts of {dtype}", needs)
         if projection.transposed or projection.flat:
             raise self._error(first, "FP8 experts stored transposed", "FP8 experts stored [N, K]")
         scaled = self._with_scales(parts)
-        return Recipe(target, shape, self._fp8(scaled[0]), scaled, apart=apart)
+        return Recipe(target, shape, self._fp8(scaled[0]), scaled, unstacked=unstacked)
 
     def _parts(self, parameter: str, num_experts: int) -> Iterator[tuple[str, ...]]:
         parts = self.names.parts(parameter)

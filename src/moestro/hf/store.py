@@ -88,7 +88,7 @@ class Recipe:
         format: of all of them.
         parts: rows of each expert, one part after the other.
         projection: how dense tensors are laid out, if not as [E, N, K] or [N, K].
-        apart: whether a single tensor is a matrix, and not a stack: for a single expert the names do not tell.
+        unstacked: whether a single tensor is a matrix, and not a stack: for a single expert the names do not tell.
     """
 
     target: str
@@ -96,7 +96,7 @@ class Recipe:
     format: WeightFormat
     parts: tuple[Part, ...]
     projection: Projection | None = None
-    apart: bool = False
+    unstacked: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class Recipe:
         experts = range(self.shape[0])
         parts: list[PackedTensor | list[PackedTensor]] = []
         for part in self.parts:
-            if len(part["data"]) == 1 and not self.apart:
+            if len(part["data"]) == 1 and not self.unstacked:
                 parts.append(self._stack({kind: tensors[name] for kind, (name,) in part.items()}))
             else:
                 parts.append([self._matrix({kind: tensors[n[e]] for kind, n in part.items()}) for e in experts])

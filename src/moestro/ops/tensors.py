@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _KINDS = frozenset(_ORDINARY)
-_facts = attrgetter("dtype", "shape", "device")
+_kind = attrgetter("dtype", "shape", "device")
 _wants_gradient = attrgetter("requires_grad")
 _CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def call_key(*tensors: Tensor) -> tuple[Any, ...] | None:
     if not _KINDS.issuperset(map(type, tensors)) or is_intercepted() or forward_ad._current_level >= 0:
         return None
     recorded = tuple(map(_wants_gradient, tensors)) if torch.is_grad_enabled() else None
-    return recorded, *map(_facts, tensors), *map(Tensor.stride, tensors), *map(Tensor.is_neg, tensors)
+    return recorded, *map(_kind, tensors), *map(Tensor.stride, tensors), *map(Tensor.is_neg, tensors)
 
 
 def layout_key(tensors: Iterable[Tensor]) -> list[Layout]:

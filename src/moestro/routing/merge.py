@@ -59,12 +59,12 @@ def merge_experts(weights: ExpertWeights, threshold: float = 0.0) -> tuple[Exper
 def _stack(stored: StoredExperts) -> Tensor:
     if isinstance(stored, PackedTensor) and stored.format in DENSE_FORMATS:
         return stored.data
-    apart = stored.format in DENSE_FORMATS
+    unstacked = stored.format in DENSE_FORMATS
     raise unsupported(
         "merge_experts",
-        got=f"weights in format {stored.format.name}{', each matrix a tensor of its own' if apart else ''}",
+        got=f"weights in format {stored.format.name}{', each matrix a tensor of its own' if unstacked else ''}",
         needs="one tensor of a dense format (float32, bfloat16, float16, float64) for all experts",
-        fix=f"Stack them with weights.quantize({stored.format.name!r})." if apart else "Merge before quantising.",
+        fix=f"Stack them with weights.quantize({stored.format.name!r})." if unstacked else "Merge before quantising.",
     )
 
 

@@ -151,10 +151,10 @@ def tensor_map(
     if not (tile.tensor_map and data.dtype == dtype and column == 1 and row > 0 and expert > 0 and aligned and whole):
         return None
     outputs = data.shape[1] // halves
-    apart = (row, row * outputs) if activation is None or not activation.interleaved else (row * 2, row)
+    strides = (row, row * outputs) if activation is None or not activation.interleaved else (row * 2, row)
     return TensorDescriptor(
         data,
         [data.shape[0], outputs, halves, data.shape[2]],
-        [expert, *apart, 1],
+        [expert, *strides, 1],
         [1, tile.columns // halves, halves, tile.depth],
     )

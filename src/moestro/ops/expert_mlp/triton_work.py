@@ -38,9 +38,9 @@ class Work:
             None for the one that orders them where it takes two, and for what is not done.
         programs: of the first three.
         gate_up, down: the arguments of these two that describe weights.
-        roundings: how the rows that meet gate_up and down are rounded; empty where they are floats.
+        roundings: how the rows that meet gate_up and down are inputs; empty where they are floats.
         spaces: numbers and dtype of each workspace: what stands between the products, the pieces of the sums, the
-            tensors of `grouping.triton.sizes` where rows are ordered, codes and scales where they are rounded.
+            tensors of `grouping.triton.sizes` where rows are ordered, codes and scales where they are inputs.
     """
 
     tokens: tuple[int, int, int]
@@ -105,11 +105,11 @@ class Work:
         uses = [KernelUse("order rows", "rows_kernel", num_experts, num_pairs)] if self.launches[3] is not None else []
         if self.block and self.launches[3] is None:
             uses += [KernelUse("order rows", "count_kernel, place_kernel", 2, num_pairs)]
-        rounded = [KernelUse("round inputs", "round_rows_kernel", n, n) for n in (num_tokens, num_pairs)]
+        inputs = [KernelUse("round inputs", "round_rows_kernel", n, n) for n in (num_tokens, num_pairs)]
         first, last, add = self.programs
-        uses += rounded[:1] if self.roundings else []
+        uses += inputs[:1] if self.roundings else []
         uses += [KernelUse("gate_up", "gate_up_kernel", first, num_pairs)] if inner else []
-        uses += rounded[1:] if self.roundings else []
+        uses += inputs[1:] if self.roundings else []
         return (
             *uses,
             KernelUse("down", "down_kernel", last, num_pairs),

@@ -51,9 +51,9 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    fits = x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
+    matches = x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
     of_rows = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == x.dtype)
-    if not fits or not of_rows or weight.dtype != x.dtype or x.dtype not in _DTYPES:
+    if not matches or not of_rows or weight.dtype != x.dtype or x.dtype not in _DTYPES:
         shape = None if bias is None else list(bias.shape)
         raise invalid_input(
             "projection",
