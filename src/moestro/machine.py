@@ -65,10 +65,6 @@ def measure(dtype: torch.dtype = torch.float32, device: torch.device | str = "cp
     a copy, which counts both ways) over parts of a buffer of `probe_bytes`, each part read again only after all the
     others. FLOP/s is the best of square matmuls of several sizes; on a CPU a 16-bit dtype also counts what float32
     reaches, since its values can be widened.
-
-    Args:
-        dtype: of the matmuls; floating point.
-        device: "cpu", or an accelerator of this process.
     """
     device = torch.device(device)
     dtypes = {dtype, torch.float32} if device.type == "cpu" and dtype.itemsize == 2 else {dtype}

@@ -134,13 +134,7 @@ def one_expert(x: Tensor, weights: ExpertWeights, e: int) -> Tensor:
 def expert_mlp(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """y[t] = sum over k of w[t, k] * E_{id[t, k]}(x[t]), slot after slot; id = -1 adds nothing.
 
-    Args:
-        x: [T, H].
-        routing: [T, K].
-        weights: any format.
-
-    Returns:
-        [T, H] in float32, or float64 if x or a weight is float64.
+    x [T, H], routing [T, K], weights of any format -> [T, H] in float32, or float64 if x or a weight is float64.
     """
     stored = (weights.gate_up.format.storage, weights.down.format.storage)
     wide = torch.float64 if torch.float64 in (x.dtype, *stored) else torch.float32

@@ -22,6 +22,7 @@ from moestro.errors import InvalidInputError, invalid_input, not_one_of, several
 EMPTY = -1
 """The expert id of an empty slot: it costs nothing and adds nothing."""
 
+_ID_DTYPES, _WEIGHT_DTYPES = (torch.int32, torch.int64), (torch.float32, torch.float64)
 _T = TypeVar("_T")
 
 WeightOn = Literal["output", "input"]
@@ -130,9 +131,8 @@ class Routing:
 
 def make_up_a_routing(expert_ids: Tensor, routing_weights: Tensor) -> bool:
     """Whether ids and weights have the dtypes of a routing's, and one shape."""
-    integers, floats = (torch.int32, torch.int64), (torch.float32, torch.float64)
-    fit = expert_ids.dtype in integers and routing_weights.dtype in floats
-    return fit and routing_weights.shape == expert_ids.shape
+    typed = expert_ids.dtype in _ID_DTYPES and routing_weights.dtype in _WEIGHT_DTYPES
+    return typed and routing_weights.shape == expert_ids.shape
 
 
 def no_routing(operation: str, ids: Tensor, weights: Tensor) -> InvalidInputError:

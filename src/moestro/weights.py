@@ -276,9 +276,7 @@ def _quantized(blocks: Sequence[PackedTensor], form: WeightFormat, search: Searc
 class Layout:
     """How a list of tensors makes up the experts of one projection, in the order of their `tensors`.
 
-    Attributes:
-        format: of all of them.
-        num_blocks: matrices of each unstacked expert; 0 for one stack.
+    `num_blocks` are the matrices of each unstacked expert; 0 for one stack.
     """
 
     format: WeightFormat

@@ -64,11 +64,10 @@ def roofline(report: Report, path: str | Path) -> None:
 
 
 def check_ending(path: str | Path) -> None:
-    """Raises InvalidInputError for a name whose ending is not one of `ENDINGS`."""
+    """Refuse a name whose ending is not one of `ENDINGS`."""
     if Path(path).suffix not in ENDINGS:
-        raise invalid_input(
-            "plot", got=f"{str(path)!r}", needs=f"a name ending in {', '.join(ENDINGS)}", fix="Try .png."
-        )
+        needs = f"a name ending in {', '.join(ENDINGS)}"
+        raise invalid_input("plot", got=f"{str(path)!r}", needs=needs, fix="Try .png.")
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:

@@ -39,12 +39,9 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Scales of blocks, and what they mean.
+    """Scales of blocks [B, 1] as stored, and their values in float32, times the global one where there is one.
 
-    Attributes:
-        scales: [B, 1], as stored.
-        step: [B, 1] float32, the value of the scale, times the global one where there is one.
-        zeros: [B, 1] float32, the code that means 0, for formats with zero points.
+    `zeros` [B, 1] float32 are the codes that mean 0, for formats with zero points.
     """
 
     scales: Tensor

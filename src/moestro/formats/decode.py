@@ -60,14 +60,10 @@ INTEGERS = ("int8", "int4", "uint4", "e2m1")
 
 
 def integers(matrix: PackedTensor) -> tuple[Tensor, Tensor]:
-    """A matrix as integers and what each of them counts: their product is what `dequantize` returns.
+    """A matrix [N, K] as integers and what each of them counts: their product is what `dequantize` returns.
 
-    Args:
-        matrix: [N, K] of a format whose element is in `INTEGERS`.
-
-    Returns:
-        Float32 [N, K] of whole numbers between -255 and 127 (zero points subtracted; of e2m1 twice the value), and
-        float32 [N, K / group] (one column for a scale a row).
+    Float32 [N, K] of whole numbers between -255 and 127 (zero points subtracted; of e2m1 twice the value), and float32
+    [N, K / group] (one column for a scale a row). The format's element has to be in `INTEGERS`.
     """
     values = torch.empty(matrix.shape, dtype=torch.float32, device=matrix.device)
     steps = _write_codes(matrix, values)
@@ -77,13 +73,9 @@ def integers(matrix: PackedTensor) -> tuple[Tensor, Tensor]:
 
 
 def floats(matrix: PackedTensor) -> tuple[Tensor, Tensor, int]:
-    """A matrix of e4m3 as its codes' values and what each of them counts: their product is what `dequantize` returns.
+    """A matrix [N, K] of e4m3 as its codes' values and what each counts: their product is what `dequantize` returns.
 
-    Args:
-        matrix: [N, K].
-
-    Returns:
-        Float32 [N, K]; float32 [N, C], one for each block of columns; and the columns of a block, at least 1.
+    Float32 [N, K]; float32 [N, C], one for each block of columns; and the columns of a block, at least 1.
     """
     scaling = matrix.format.scaling
     assert scaling is not None

@@ -53,10 +53,8 @@ def why_not_in_place(weight: Tensor) -> str | None:
 def make_k_contiguous(weight: nn.Parameter) -> str:
     """Rearrange `weight` [E, K, N] in place where that is safe, with one expert's matrix as temporary storage.
 
-    Ctrl-C on the way takes effect when it is done; any other exception leaves it as it was.
-
-    Returns:
-        "K-contiguous", or "strided (reason)" when the storage was left as it was.
+    Ctrl-C on the way takes effect when it is done; any other exception leaves it as it was. Returns "K-contiguous", or
+    "strided (reason)" where the storage was left as it was.
     """
     if is_k_contiguous(weight):
         return K_CONTIGUOUS

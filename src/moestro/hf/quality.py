@@ -52,12 +52,9 @@ class Variant:
 def variants(
     formats: Sequence[str], searches: Sequence[str] = ("nearest",), all_formats: bool = False
 ) -> list[Variant]:
-    """Each format with each search, once where there is nothing to search.
+    """Each format with each search ("nearest", "mse" or both), once where there is nothing to search.
 
-    Args:
-        formats: names or aliases; the model must be storable in them.
-        searches: "nearest", "mse" or both.
-        all_formats: every other format of at most 32 bits too, if it can store the model.
+    The model must be storable in `formats`, by names or aliases; `all_formats` adds those of at most 32 bits that can.
     """
     for search in searches:
         MoestroConfig(search=search)  # which checks it

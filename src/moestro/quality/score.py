@@ -103,12 +103,10 @@ def likelihood(nats: Tensor, num_bytes: int) -> dict[str, Any]:
 
 
 class Tally:
-    """Gathers what one window after the other says.
+    """Gathers what one window after the other says: its scores, and sums over all of them.
 
-    Attributes:
-        scores: of each window.
-        sums: [layers, 4] in float64: squares of a layer's error and of the baseline's output, and how many of the
-            baseline's choices were changed, and of how many.
+    `sums` are [layers, 4] in float64: squares of a layer's error and of the baseline's output, and how many of the
+    baseline's choices were changed, and of how many.
     """
 
     def __init__(self, paths: tuple[str, ...]) -> None:

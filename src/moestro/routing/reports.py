@@ -81,12 +81,9 @@ class RoutingChange:
 
 @dataclass(frozen=True)
 class RoutingCost:
-    """Multiply-adds a token spends on choosing experts, and what the plain router would spend.
+    """Multiply-adds that choosing experts takes a token: on the centroids (G * H) and on the experts of kept groups.
 
-    Attributes:
-        coarse: on the centroids, G * H.
-        fine: on the experts of the kept groups.
-        plain: on all experts, E * H.
+    `plain` is what the plain router takes, E * H.
     """
 
     coarse: int

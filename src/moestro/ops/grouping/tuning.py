@@ -79,8 +79,7 @@ def choose_block_size(num_rows: int, num_experts: int, balance: float, bytes_per
     16-bit weights B * G / E per byte. The largest size offered is returned when none reaches the balance.
 
     Args:
-        num_rows: R = T * K.
-        num_experts: E.
+        num_rows, num_experts: R = T * K, and E.
         balance: peak FLOP/s over bytes/s, as `moestro.machine.roof(dtype).balance` measures it.
         bytes_per_weight: as stored.
 
