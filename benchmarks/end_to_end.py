@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bounds import WHOLE_MODEL
 from engines import LLAMA_CPP, MOESTRO, TRANSFORMERS, Job, Turn
 from gguf_model import EXPERT_TYPES, REST_TYPES, Storage, read_bytes, write_gguf
 from moestro import machine
@@ -36,6 +35,7 @@ from moestro.bench.timing import ratio
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf.sources import read_sources
 from peers import installed
+from peers.bounds import WHOLE_MODEL
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("moestro", "moestro-projections", "llama.cpp-mxfp4", "llama.cpp-q4_0", "transformers-grouped_mm")

@@ -16,12 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bounds import QUANTISED
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import UnsupportedError, unsupported
 from moestro.types import GPT_OSS_SWIGLU, Routing
 from peers import installed
+from peers.bounds import QUANTISED
 from peers.ggml_library import LIBRARIES, TYPES, Engine, engine, library
 from peers.teams import settle, wake_torch
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bounds import INT4_ROWS, QUANTISED
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Numbers, Variant, cost
 from moestro.types import SWIGLU
 from peers import installed, worker
+from peers.bounds import INT4_ROWS, QUANTISED
 
 _VARIANTS = {"amx_int8": "amx", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni", "avx512bw": "avx512_base"}
 _CLASSES = {"bf16": "AMXBF16_MOE", "int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE"}

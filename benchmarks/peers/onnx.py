@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bounds import QUANTISED
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import unsupported
 from moestro.types import GPT_OSS_SWIGLU, Routing
 from peers import installed
+from peers.bounds import QUANTISED
 from peers.teams import settle, wake_torch
 
 _NOT_CHOSEN = -6e4

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bounds import QUANTISED
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.reference import activate
 from moestro.types import Routing
 from peers import installed
+from peers.bounds import QUANTISED
 
 Product = Callable[[Tensor], Tensor]
 """Rows [R, K] times one expert's matrix -> [R, N], bias included, in the dtype of the rows."""

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bounds import QUANTISED
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Refuses, Variant, cost
 from moestro.formats import quantize
 from moestro.types import GPT_OSS_SWIGLU, SWIGLU, Routing
 from peers import installed
+from peers.bounds import QUANTISED
 
 BF16, INT8, FP8, INT4, MXFP4 = range(5)
 """What `fused_experts_cpu` calls its methods."""

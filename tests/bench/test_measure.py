@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from bounds import QUANTISED
 from moestro import machine
 from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, measure, ours, run
 from moestro.bench.layers import RESERVE_BYTES, expected_output, inputs
@@ -16,6 +15,7 @@ from moestro.bench.records import BUDGET_SPENT
 from moestro.bench.timing import Budget
 from moestro.errors import InvalidInputError, UnsupportedError, unsupported
 from moestro.machine import Roof
+from peers.bounds import QUANTISED
 
 SECONDS = 1e-4
 

@@ -14,12 +14,12 @@ from safetensors import safe_open
 
 import make_checkpoint as mc
 import moestro
-from bounds import WHOLE_MODEL
 from moestro.errors import InvalidInputError
 from moestro.formats import dequantize, quantize
 from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import LOW_PRECISION_INPUT
 from peers import installed
+from peers.bounds import WHOLE_MODEL
 from source import ROOT
 from tolerances import assert_close
 

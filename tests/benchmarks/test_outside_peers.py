@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bounds import INT4_ROWS, QUANTISED
 from moestro import formats, machine
 from moestro.bench import LAYERS, known_peers, make_layer
 from moestro.bench.layers import Layer, LayerSpec, expected_output, inputs
@@ -22,6 +21,7 @@ from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import disagreement, relative_error, too_far
 from moestro.types import Routing
 from peers import ggml, installed, onnx, teams, torch_packed, vllm
+from peers.bounds import INT4_ROWS, QUANTISED
 from peers.vllm import VLLM
 
 PEERS = known_peers()
