@@ -3,6 +3,7 @@
 from moestro.parallel.balance import Balanced, Move, balance, balance_layers, imbalance, moves, rank_loads
 from moestro.parallel.eplb import Eplb
 from moestro.parallel.placement import Placement
+from moestro.parallel.simulate import simulate
 
 __all__ = [
     "Balanced",
@@ -14,4 +15,5 @@ __all__ = [
     "imbalance",
     "moves",
     "rank_loads",
+    "simulate",
 ]
