@@ -101,7 +101,7 @@ def test_the_default_on_the_published_example() -> None:
 CASES = [(6, 8, 4), (5, 6, 3), (6, 9, 3), (4, 6, 3), (6, 7, 3), (3, 8, 4), (5, 7, 2), (7, 9, 3)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.sampled_from(CASES), st.data())
 def test_small_cases_are_within_five_per_cent_of_the_optimum(sizes: tuple[int, int, int], data: st.DataObject) -> None:
     num_experts, num_slots, num_ranks = sizes
@@ -113,11 +113,11 @@ def test_small_cases_are_within_five_per_cent_of_the_optimum(sizes: tuple[int, i
 
 
 def test_exchanges_alone_are_near_the_optimum() -> None:
-    """Without the search through small cases, on 40 heavy-tailed ones: the median is optimal, the worst 7 % above."""
+    """Without the search through small cases, on 25 heavy-tailed ones: the median is optimal, the worst 7 % above."""
     from moestro.parallel import balance_search as search
 
     rng, ratios = np.random.default_rng(0), []
-    for _ in range(40):
+    for _ in range(25):
         loads = rng.pareto(1.2, 6) + 0.01
         slots = search.empty_slots(8, 4)
         packed = search._pack(loads, search._replica_counts(loads, 8, 4), slots)

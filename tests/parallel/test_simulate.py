@@ -39,6 +39,7 @@ def test_a_placement_between_the_published_cases() -> None:
         assert cost.at(n, float(rising[-n:].mean()), distances) == pytest.approx(worst)
         between = [cost.at(n, hops, distances) for hops in np.linspace(0, 8, 33)]
         assert between == sorted(between)
+    assert cost.at(4, 1.0, Mesh(4).distances()) == cost.microseconds(4)[1]
 
 
 @pytest.mark.parametrize(

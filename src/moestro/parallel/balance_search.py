@@ -57,8 +57,9 @@ class State:
         held = np.zeros((len(slots), len(loads)), bool)
         rank, place = np.nonzero(slots >= 0)
         held[rank, slots[rank, place]] = True
-        counts = held.sum(0)
-        return cls(loads, slots.copy(), held, counts, held @ (loads / np.maximum(counts, 1)))
+        made = cls(loads, slots.copy(), held, held.sum(0), np.zeros(len(slots)))
+        made.refresh()
+        return made
 
     @property
     def share(self) -> Floats:
@@ -81,7 +82,9 @@ class State:
         self.slots[rank, place] = expert
 
     def refresh(self) -> None:
-        self.ranks = self.held @ (self.loads / np.maximum(self.counts, 1))
+        """The loads of ranks for the slots as they are."""
+        share = self.share
+        self.ranks = share[np.maximum(self.slots, -1)].sum(1)
 
 
 def empty_slots(num_slots: int, num_ranks: int) -> Ints:

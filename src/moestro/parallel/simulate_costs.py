@@ -29,14 +29,17 @@ class DispatchCost:
     def at(self, num_experts: int, hops: float, distances: NDArray[np.int64]) -> float:
         """The cost between the three cases, by the mean number of hops from a token to its experts.
 
+        Experts on every row have one case only, the average.
+
         Args:
             num_experts: on different rows of one column, at least 1.
             hops: their mean distance from the token.
             distances: hops from a row to every row, its own included.
         """
         rising = np.sort(distances)
+        cases = self.microseconds(num_experts)
         known = [rising[:num_experts].mean(), rising.mean(), rising[-num_experts:].mean()]
-        return float(np.interp(hops, known, self.microseconds(num_experts)))
+        return float(np.interp(hops, known, cases)) if known[0] < known[2] else cases[1]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from moestro.errors import invalid_input
 
 Ints = NDArray[np.int64]
 Links = Literal["ring", "line", "switch"]
-Dispatch = Literal["dense", "unicast", "sparse"]
+MAX_SIZE = 4096
+"""Of rows and of columns."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Mesh:
         hop_seconds: for one link, whatever the bytes.
 
     Raises:
-        InvalidInputError: a size below 1, another kind of links, a bandwidth or a time that is not positive.
+        InvalidInputError: a size below 1 or above 4,096, other links, a bandwidth or a time that is not positive.
     """
 
     rows: int
@@ -37,12 +38,13 @@ class Mesh:
     hop_seconds: float = 1e-6
 
     def __post_init__(self) -> None:
-        rates = self.bytes_per_second > 0 and self.hop_seconds >= 0
-        if self.rows < 1 or self.columns < 1 or self.links not in get_args(Links) or not rates:
+        rates = 0 < self.bytes_per_second < float("inf") and 0 <= self.hop_seconds < float("inf")
+        sizes = 1 <= self.rows <= MAX_SIZE and 1 <= self.columns <= MAX_SIZE
+        if not sizes or self.links not in get_args(Links) or not rates:
             raise invalid_input(
                 "Mesh",
                 got=str(self),
-                needs="rows and columns of at least 1, ring, line or switch, and positive rates",
+                needs=f"1 to {MAX_SIZE} rows and columns, ring, line or switch, and finite rates above 0",
                 fix='Mesh(4, 8) is four rows of eight; Mesh(320, links="switch") one column.',
             )
 
