@@ -221,6 +221,7 @@ def test_a_budget_is_kept(policy: Balanced) -> None:
     assert found[0] == slowest(loads, first)
     assert found == sorted(found, reverse=True)
     assert found[-1] < found[0]
+    assert balance(loads, 16, 80, Balanced(policy.num_groups, policy.num_nodes, max_moves=0), first) == first
     free = balance(loads, 16, 80, policy, first)
     assert slowest(loads, free) <= 1.02 * slowest(loads, balance(loads, 16, 80, policy)) * ROUNDING
 
@@ -236,6 +237,18 @@ def test_from_a_contiguous_placement_and_from_one_of_the_published_policy() -> N
 def test_moves_name_a_rank_that_has_the_expert() -> None:
     before, after = Placement(3, ((0, 1), (0, 2))), Placement(3, ((0, 2), (1, 2)))
     assert [(m.expert, m.source, m.rank) for m in moves(before, after)] == [(2, 1, 0), (1, 0, 1)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_that_stay_keep_their_local_ids(seed: int) -> None:
+    """Whether experts were exchanged, or all placed anew because that was not enough (2 slots a rank)."""
+    for num_experts, num_ranks, num_slots in ((64, 8, 72), (64, 36, 72)):
+        before = balance(zipf(num_experts, 1.0), num_ranks, num_slots)
+        after = balance(zipf(num_experts, 1.0, seed=seed + 1), num_ranks, num_slots, previous=before)
+        arriving = {(move.rank, move.expert) for move in moves(before, after)}
+        assert arriving
+        for rank, (old, new) in enumerate(zip(before.experts, after.experts, strict=True)):
+            assert all((rank, e) in arriving or old.index(e) == i for i, e in enumerate(new))
 
 
 def test_layers_one_by_one() -> None:
@@ -261,6 +274,10 @@ def test_layers_one_by_one() -> None:
         lambda: balance(torch.ones(12), 8, 18, Balanced(num_groups=4, num_nodes=2)),
         lambda: balance(torch.ones(12), 8, 16, Balanced(num_nodes=0)),
         lambda: balance(torch.ones(12), 8, 16, Balanced(hysteresis=-1.0)),
+        lambda: balance(torch.ones(12), 8, 16, Balanced(hysteresis=float("nan"))),
+        lambda: balance(torch.ones(12), 8, 16, Balanced(max_moves=-1)),
+        lambda: balance(torch.ones(8), 4, 8, Balanced(0, 2), Placement.contiguous(8, 4)),
+        lambda: balance(torch.ones(8), 4, 8, Balanced(2, 2), Placement(8, ((0, 4), (1, 5), (2, 6), (3, 7)))),
         lambda: balance(torch.ones(4), 2, previous=Placement.contiguous(4, 4)),
         lambda: balance(torch.ones(4), 2, 4, Eplb(), Placement.contiguous(4, 2)),
         lambda: balance(torch.ones(4), 2, 4, previous=Placement(4, ((0, 1, 2), (3,)))),

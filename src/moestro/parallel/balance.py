@@ -81,7 +81,7 @@ def balance(
             fix="Leave num_slots out for as many as are needed.",
         )
     if previous is not None:
-        _check_previous(previous, len(weights), num_ranks, num_slots, policy)
+        _check_previous(previous, search.empty_slots(num_slots, num_ranks), len(weights), policy)
     if isinstance(policy, Eplb):
         slots = eplb.place(weights.astype(np.float32), num_slots, num_ranks, policy)
         return Placement.from_slots(slots, len(weights), num_ranks)
@@ -167,12 +167,9 @@ def _balanced(loads: Floats, slots: Ints, policy: Balanced, previous: Placement 
     wanted = best.slowest * (1 + policy.hysteresis)
     if now.slowest <= wanted:
         return previous
-    if policy.num_nodes == 1:
-        now = search.improve(now, wanted, policy.max_moves)
-    elif policy.max_moves is not None:
-        now = _improved_nodes(now, wanted, policy)
-    if now.slowest <= wanted or policy.max_moves is not None:
-        return _placement(now)
+    found = _improved(now, wanted, policy)
+    if found.slowest <= wanted or policy.max_moves is not None:
+        return _placement(found)
     return _placement(_relabelled(best, now, policy.num_nodes))
 
 
@@ -180,11 +177,12 @@ def _planned(loads: Floats, slots: Ints, policy: Balanced) -> State:
     """A placement from nothing; with nodes, each node's from the groups of experts that it was given."""
     nodes, groups, num_ranks = policy.num_nodes, policy.num_groups, len(slots)
     sizes = (len(loads) % max(groups, 1), groups % max(nodes, 1), num_ranks % max(nodes, 1), int((slots == -2).sum()))
-    if nodes < 1 or groups < 1 or policy.hysteresis < 0 or (nodes > 1 and any(sizes)):
+    limits = 0 <= policy.hysteresis < float("inf") and (policy.max_moves is None or policy.max_moves >= 0)
+    if nodes < 1 or groups < 1 or not limits or (nodes > 1 and any(sizes)):
         raise invalid_input(
             "balance",
             got=f"{policy} for {len(loads)} experts on {num_ranks} ranks of {slots.shape[1]} slots",
-            needs="hysteresis of at least 0, groups that divide the experts, nodes that divide groups, ranks and slots",
+            needs="limits of at least 0, groups that divide the experts, nodes that divide groups, ranks and slots",
             fix="num_groups=1 and num_nodes=1 place every expert anywhere.",
         )
     if nodes == 1:
@@ -200,18 +198,17 @@ def _planned(loads: Floats, slots: Ints, policy: Balanced) -> State:
     return State.of(loads, np.concatenate(parts))
 
 
-def _improved_nodes(now: State, wanted: float, policy: Balanced) -> State:
-    """Each node's experts exchanged among its own ranks, slowest node first, within the budget of all."""
-    left, each = policy.max_moves or 0, len(now.slots) // policy.num_nodes
-    by_load = np.argsort(-now.ranks.reshape(policy.num_nodes, each).max(1), kind="stable")
+def _improved(now: State, wanted: float, policy: Balanced) -> State:
+    """Experts exchanged among the ranks of each node, slowest node first, within the budget of all."""
+    left, each = policy.max_moves, len(now.slots) // policy.num_nodes
     slots = now.slots.copy()
-    for node in by_load:
+    for node in np.argsort(-now.ranks.reshape(policy.num_nodes, each).max(1), kind="stable"):
         part = slice(node * each, (node + 1) * each)
         ids = np.unique(slots[part][slots[part] >= 0])
         local = np.where(slots[part] >= 0, np.searchsorted(ids, slots[part]), slots[part])
         found = search.improve(State.of(now.loads[ids], local), wanted, left).slots
         changed = np.where(found >= 0, ids[np.maximum(found, 0)], found)
-        left -= int((changed != slots[part]).sum())
+        left = None if left is None else left - int((changed != slots[part]).sum())
         slots[part] = changed
     return State.of(now.loads, slots)
 
@@ -230,7 +227,7 @@ def _slots_of(placement: Placement, slots: Ints) -> Ints:
 
 
 def _relabelled(best: State, now: State, num_nodes: int) -> State:
-    """The same rows for other ranks of their node, so that as many experts as possible stay where they are."""
+    """The same rows for other ranks of their node, so that many experts stay on their rank, and there in their slot."""
     each = len(now.slots) // num_nodes
     slots = best.slots.copy()
     for first in range(0, len(slots), each):
@@ -240,9 +237,18 @@ def _relabelled(best: State, now: State, num_nodes: int) -> State:
         common = np.where(room, common, -1)
         for _ in range(each):
             row, rank = np.unravel_index(int(common.argmax()), common.shape)
-            slots[first + rank] = best.slots[first + row]
+            slots[first + rank] = _in_place(now.slots[first + rank], best.slots[first + row])
             common[row, :] = common[:, rank] = -2
     return State.of(best.loads, slots)
+
+
+def _in_place(before: Ints, after: Ints) -> Ints:
+    """The experts of a row in another order: those that were there keep their slots."""
+    kept = np.isin(before, after) & (before >= 0)
+    made = np.where(kept | (before == -2), before, -1)
+    new = after[(after >= 0) & ~np.isin(after, before)]
+    made[np.flatnonzero(made == -1)[: len(new)]] = new
+    return made
 
 
 def _checked(loads: Tensor | Sequence[float], num_experts: int | None = None) -> Floats:
@@ -259,17 +265,19 @@ def _checked(loads: Tensor | Sequence[float], num_experts: int | None = None) ->
     return found
 
 
-def _check_previous(
-    previous: Placement, num_experts: int, num_ranks: int, num_slots: int, policy: Balanced | Eplb
-) -> None:
-    fits = (previous.num_experts, previous.num_ranks) == (num_experts, num_ranks)
-    slots = search.empty_slots(num_slots, num_ranks)
+def _check_previous(previous: Placement, slots: Ints, num_experts: int, policy: Balanced | Eplb) -> None:
+    fits = isinstance(policy, Balanced) and (previous.num_experts, previous.num_ranks) == (num_experts, len(slots))
     room = (slots == -1).sum(1)
-    if isinstance(policy, Eplb) or not fits or any(len(row) > n for row, n in zip(previous.experts, room, strict=True)):
+    fits = fits and all(len(row) <= n for row, n in zip(previous.experts, room, strict=True))
+    if fits and policy.num_nodes > 1 and policy.num_groups > 0 and num_experts % policy.num_groups == 0:
+        group, node = num_experts // policy.num_groups, max(1, len(slots) // policy.num_nodes)
+        pairs = {(expert // group, rank // node) for rank, row in enumerate(previous.experts) for expert in row}
+        fits = len(pairs) == policy.num_groups
+    if not fits:
         raise invalid_input(
             "balance",
-            got=f"a previous placement of {previous.num_experts} experts in {previous.num_slots} slots on "
-            f"{previous.num_ranks} ranks, for {num_experts} in {num_slots} on {num_ranks} by {type(policy).__name__}",
-            needs="the same experts and ranks, room for what each rank holds, and the policy Balanced",
+            got=f"a previous placement of {previous.num_experts} experts on {previous.num_ranks} ranks, for "
+            f"{num_experts} experts in {int(room.sum())} slots on {len(slots)} ranks by {policy}",
+            needs="the same experts and ranks, room for what each rank holds, each group on one node, and Balanced",
             fix="Leave previous out to place the experts anew.",
         )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.errors import invalid_input
+from moestro.errors import InvalidInputError, invalid_input
 
 MAX_PAIRS, MAX_EXPERTS = 2**28, 2**20
 
@@ -66,7 +66,7 @@ def read_trace(path: str | Path) -> Tensor:
     return torch.from_numpy(found.astype(np.int64))
 
 
-def _no_trace(path: Path, why: str) -> Exception:
+def _no_trace(path: Path, why: str) -> InvalidInputError:
     return invalid_input(
         "read_trace",
         got=f"{str(path)!r} ({why})",
