@@ -139,4 +139,8 @@ def test_a_trace_that_does_not_fit(tmp_path: Path) -> None:
     )
     (tmp_path / "two.json").write_text("[[0, 5], [1, 5]]")
     assert "got --tokens with" in run("--trace", tmp_path / "two.json", "--tokens", 3, code=2).stderr
+    assert (
+        "got --top-k --load --seed with"
+        in run(*("--trace", tmp_path / "two.json", "--top-k", 8, "--load", "uniform", "--seed", 0), code=2).stderr
+    )
     assert "some outside" in run("--trace", tmp_path / "two.json", "--experts", 4, "--mesh", 2, code=2).stderr

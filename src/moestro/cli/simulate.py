@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TOKENS = 4096
 EXPERTS = 256
+TOP_K = 8
+LOAD = "zipf:0.8"
 HISTORY = 262_144
 MAX_ROW_BYTES = 2**31
 
@@ -29,10 +31,10 @@ def simulate(
     mesh: Annotated[str, typer.Option(help="ROWSxCOLUMNS, or a number of ranks in one column.")] = "4x8",
     links: Annotated[str, typer.Option(help="Between the rows of a column: ring, line, switch.")] = "ring",
     experts: Annotated[int | None, typer.Option(help="Of the layer; else 256, or those of the trace.")] = None,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token; else 8.")] = None,
     tokens: Annotated[int | None, typer.Option(help=f"Of all ranks together; else {TOKENS}.")] = None,
-    load: Annotated[str, typer.Option(help="uniform, or zipf:EXPONENT.")] = "zipf:0.8",
-    seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
+    load: Annotated[str | None, typer.Option(help=f"uniform, or zipf:EXPONENT; else {LOAD}.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the tokens; else 0.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded expert ids, .npy or .json, in place of a load.")] = None,
     policy: Annotated[str, typer.Option(help="Of placement: contiguous, eplb, balanced.")] = "contiguous,balanced",
     redundant: Annotated[int | None, typer.Option(help="Slots beside one for each expert; else an eighth.")] = None,
@@ -56,8 +58,8 @@ def simulate(
         from moestro.parallel.simulate_links import Mesh
 
         asked = Mesh.parse(mesh, links, bandwidth * 1e9, hop * 1e-6)  # type: ignore[arg-type]
-        sizes = (TOKENS if tokens is None else tokens, EXPERTS if experts is None else experts, top_k)
-        routed = _draw(load, sizes, seed) if trace is None else _recorded(trace, experts, tokens)
+        drawn = {"tokens": tokens, "top-k": top_k, "load": load, "seed": seed}
+        routed = _draw(experts, drawn) if trace is None else _recorded(trace, experts, drawn)
         count = routed.num_experts
         slots = count + (min(-(-count // 8), count * (asked.num_ranks - 1)) if redundant is None else redundant)
         found = _compare(asked, routed, (_split(policy), slots, (groups, nodes)), (_split(dispatch), row_bytes))
@@ -78,9 +80,12 @@ class Routed:
     ids: Tensor
 
 
-def _draw(load: str, sizes: tuple[int, int, int], seed: int) -> Routed:
+def _draw(experts: int | None, asked: dict[str, Any]) -> Routed:
     from moestro.parallel.simulate_traces import zipf_ids
 
+    defaults: dict[str, Any] = {"tokens": TOKENS, "top-k": TOP_K, "load": LOAD, "seed": 0}
+    tokens, top_k, load, seed = (default if asked[key] is None else asked[key] for key, default in defaults.items())
+    sizes = (tokens, EXPERTS if experts is None else experts, top_k)
     kind, _, value = load.partition(":")
     try:
         exponent = {"uniform": 0.0, "zipf": float(value or 0.8)}[kind]
@@ -92,16 +97,17 @@ def _draw(load: str, sizes: tuple[int, int, int], seed: int) -> Routed:
     return Routed(f"{kind} {exponent:g}" if exponent else "uniform", sizes[1], before, ids)
 
 
-def _recorded(path: Path, experts: int | None, tokens: int | None) -> Routed:
+def _recorded(path: Path, experts: int | None, drawn: dict[str, Any]) -> Routed:
     """The second half of a recording, with the first before it."""
     from moestro.parallel.simulate_traces import read_trace
 
     ids = read_trace(path)
     half = len(ids) // 2
-    if half < 1 or tokens is not None:
-        got = f"--tokens with {str(path)!r}" if half else f"{str(path)!r} of one token"
-        needs = "a recording of at least two tokens, whose second half is run"
-        raise invalid_input("simulate", got=got, needs=needs, fix="Leave --tokens out.")
+    idle = [f"--{name}" for name, value in drawn.items() if value is not None]
+    if half < 1 or idle:
+        got = f"{' '.join(idle)} with {str(path)!r}" if half else f"{str(path)!r} of one token"
+        needs = "a recording of at least two tokens, whose second half is run as it is"
+        raise invalid_input("simulate", got=got, needs=needs, fix="Those options are for tokens that are drawn.")
     return Routed(path.name, max(1, 1 + int(ids.max())) if experts is None else experts, ids[:half], ids[half:])
 
 
