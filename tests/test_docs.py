@@ -145,6 +145,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         (["quantize"], "cli"),
         (["tune"], "gpu"),
         (["quality"], "quality"),
+        (["simulate"], "simulate"),
         (["bench", "layer"], "bench"),
     ],
     ids=str,

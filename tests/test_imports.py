@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"routing", "experts", "shared"},
     {"moe"},
     {"checkpoint", "explain"},
-    {"bench", "quality"},
+    {"bench", "quality", "parallel"},
     {"hf"},
     {"cli", "__main__"},
 ]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, generate, info, quality, quantize, streams
+from moestro.cli import bench, generate, info, quality, quantize, simulate, streams
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate.generate, info.info, quantize.quantize, quality.quality):
+for _command in (generate.generate, info.info, quantize.quantize, quality.quality, simulate.simulate):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 
