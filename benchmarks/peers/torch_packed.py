@@ -23,7 +23,6 @@ Pack = Callable[[Tensor, Tensor | None], Product]
 """Packs one expert's matrix [N, K], with its bias [N]."""
 
 _GROUP = 64
-_LEVELS = 255
 
 
 def _int8_weights(matrix: Tensor, bias: Tensor | None) -> Product:
@@ -46,7 +45,11 @@ def _int4_weights(matrix: Tensor, bias: Tensor | None) -> Product:
 
 
 def _int8_products(matrix: Tensor, bias: Tensor | None) -> Product:
-    """oneDNN's int8 linear; rows are rounded to uint8 between their least and their largest number, of all rows."""
+    """oneDNN's int8 linear; rows are rounded to uint8 between their least and their largest number, of all rows.
+
+    Without VNNI two products share 16 bits and saturate: rows then have 7 bits, as PyTorch's own `reduce_range` has it.
+    """
+    levels = 255 if {"avx512_vnni", "avx_vnni"} & set(machine.features()) else 127
     codes, scales = installed.rows_in_int8(matrix[None])
     packed = torch.ops.onednn.qlinear_prepack(codes[0], None)
     zeros = torch.zeros(len(matrix), dtype=torch.int32)
@@ -55,9 +58,9 @@ def _int8_products(matrix: Tensor, bias: Tensor | None) -> Product:
 
     def product(rows: Tensor) -> Tensor:
         low, high = (min(float(rows.min()), 0.0), max(float(rows.max()), 0.0))
-        scale = max((high - low) / _LEVELS, torch.finfo(torch.float32).tiny)
+        scale = max((high - low) / levels, torch.finfo(torch.float32).tiny)
         zero = round(-low / scale)
-        quantised = rows.mul(1 / scale).add_(zero).round_().clamp_(0, _LEVELS).to(torch.uint8)
+        quantised = rows.mul(1 / scale).add_(zero).round_().clamp_(0, levels).to(torch.uint8)
         out: Tensor = linear(
             quantised, scale, zero, packed, own_scales, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
         )
