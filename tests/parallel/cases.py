@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moestro
 from moestro import MoE, Routing
+from moestro.errors import CollectiveError
 from moestro.parallel import (
     AllGatherDispatcher,
     AllReduceDispatcher,
@@ -262,6 +266,8 @@ def disagree(field):
         case = replace(case, format="int8")
     if field == "mesh" and odd:
         case = replace(case, mesh=(dist.get_world_size(), 1, 1))
+    if field == "mesh":
+        return make_mesh(*case.mesh)
     return cut(case, build(case)[0])[1].dispatcher is not None
 
 
@@ -275,3 +281,91 @@ def disagree_later():
     layer(batches[0])
     layer.experts.double() if dist.get_rank() == 0 else layer.experts.half()
     return layer(batches[0].double() if dist.get_rank() == 0 else batches[0].half()).shape
+
+
+@torch.no_grad()
+def failing(dispatcher, when, how, timeout):
+    """Rank 1 goes, or stays away, before the layer, inside it or after its dispatch. What the others are told."""
+    world = dist.get_world_size()
+    case = Layer((1, world, 1), dispatcher=dispatcher)
+    whole, batches, routings = build(case)
+    layer = parallelize(MoE(FixedRouter(8), whole), mesh_of(1, world, 1), DISPATCHERS[dispatcher], timeout=timeout)
+    rank = dist.get_rank()
+    own = rank if len(batches) > 1 else 0
+    x, layer.router.routing = batches[own], routings[own]
+    layer(x)
+
+    def leave(*_):
+        if rank == 1 and how == "killed":
+            os._exit(9)
+        if rank == 1:
+            time.sleep(2 * timeout)
+
+    if when == "before":
+        leave()
+    elif when == "inside":
+        layer.experts.register_forward_pre_hook(leave)
+    began = time.monotonic()
+    try:
+        layer(x)
+        if when == "after":
+            leave()
+            layer(x)
+    except CollectiveError as error:
+        took = time.monotonic() - began
+        again = "nothing"
+        try:
+            layer(x)
+        except CollectiveError as other:
+            again = str(other)
+        dist.destroy_process_group()
+        return str(error), took, again
+    return "no error"
+
+
+def alone():
+    """A group that only this rank makes."""
+    return Peers.of(range(dist.get_world_size()), 1.0).size
+
+
+def refused():
+    case = Layer((1, 3, 1), 2)
+    return cut(case, build(case)[0])
+
+
+def wrong_mesh():
+    return make_mesh(ep=2)
+
+
+def no_layer():
+    return parallelize(nn.Linear(2, 2), mesh_of(1, 3, 1))
+
+
+def twice():
+    case = Layer((1, 3, 1))
+    mesh, layer = cut(case, build(case)[0])
+    return parallelize(layer, mesh)
+
+
+def other_placement():
+    case = Layer((1, 3, 1), placement=((0, 1, 2, 3), (4, 5, 6, 7)))
+    return cut(case, build(case)[0])
+
+
+def few_groups():
+    case = Layer((1, 1, 3), format="mxfp4")
+    return cut(case, build(case)[0])
+
+
+def exact_slices():
+    case = Layer((1, 1, 3), dispatcher="exact")
+    return cut(case, build(case)[0])
+
+
+def too_many():
+    case = Layer((1, 3, 1), tokens=(41,), dispatcher="all-gather of 40")
+    return compare(case)
+
+
+def other_names():
+    return parallelize(MoE(FixedRouter(8), build(Layer())[0]), init_device_mesh("cpu", (3,), mesh_dim_names=("rows",)))

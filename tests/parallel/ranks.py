@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import traceback
 from datetime import timedelta
@@ -12,13 +13,16 @@ import torch.distributed as dist
 PATIENCE = 240
 """Seconds after which a test fails whose processes do not answer: a net under all others, which decides nothing."""
 
+PRELOADED = ["torch", "torch._inductor.config", "moestro.parallel"]
+"""What takes long to import, once for all processes; the second is what PyTorch's deterministic mode imports."""
+
 
 class Ranks:
-    """Processes 0..world-1 in one gloo group, with one thread each. The store is kept here, as torchrun's agent does."""
+    """Processes 0..world-1 in one gloo group, with one thread each. The store is kept here, as torchrun does it."""
 
     def __init__(self, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "moestro.parallel", "parallel.cases"])
+        context.set_forkserver_preload(PRELOADED)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False)
         self.world, self.processes, self.pipes = world, [], []
         for rank in range(world):
@@ -46,10 +50,8 @@ class Ranks:
 
     def stop(self):
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self.processes:
             process.join(20)
             if process.is_alive():
@@ -70,4 +72,5 @@ def serve(rank, world, port, pipe):
         except Exception as error:
             frames = traceback.format_exc() if not type(error).__module__.startswith("moestro") else ""
             pipe.send(f"{type(error).__name__}: {error}{frames}")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

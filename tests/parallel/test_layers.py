@@ -121,7 +121,7 @@ def test_slices_of_a_shared_batch(group, exact):
 
 def least_rows(case, rank):
     """By the definition: tokens of this rank that name experts of another, for each other rank."""
-    _, batches, routings = cases.build(case)
+    _, _, routings = cases.build(case)
     owner = {}
     each, more = divmod(case.num_experts, case.mesh[1])
     for number in range(case.mesh[1]):
@@ -142,8 +142,8 @@ def test_bytes_on_the_wire_are_the_fewest(group, world, route):
     row = 32 * 4
     for rank, other in itertools.permutations(range(world), 2):
         out, back = least[rank][other], least[other][rank]
-        assert sent[rank]["rows"][other] == (out + back) * row
-        assert sent[rank]["routing"][other] == out * case.top_k * 8
+        assert sent[rank].get("rows", {}).get(other, 0) == (out + back) * row
+        assert sent[rank].get("routing", {}).get(other, 0) == out * case.top_k * 8
         assert sent[rank]["counts"][other] == 5 * 8
 
 

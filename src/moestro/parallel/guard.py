@@ -25,6 +25,9 @@ POLL = 0.25
 GRACE = 2.0
 """Seconds that a failed rank waits for the others to say that they failed too; those that do not are named."""
 
+SAID = 3
+"""The most differences that an error lists."""
+
 DEFAULT_TIMEOUT = 120.0
 
 _WIRE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
@@ -92,22 +95,29 @@ class Peers:
         self._check_alive(operation, where)
         self._agreements += 1
         prefix = f"agree/{self._agreements}"
-        told, missing = self._exchange(prefix, json.dumps(said, sort_keys=True), self.timeout)
+        told, missing = self._exchange(prefix, json.dumps(said), self.timeout)
         if missing:
             raise self._no_answer(operation, where, missing, f"{self.timeout:g} s")
         values = [json.loads(text) for text in told]
-        for field in sorted({name for value in values for name in value}):
-            found: dict[str, list[int]] = {}
-            for rank, value in zip(self.ranks, values, strict=True):
-                found.setdefault(json.dumps(value.get(field)), []).append(rank)
-            if len(found) > 1:
-                text = ", ".join(f"{value} on {_named(ranks)}" for value, ranks in found.items())
-                raise no_answer(
-                    _place(operation, where),
-                    got=f"different {field}: {text}",
-                    needs="the same on every rank of the group",
-                    fix="Start every rank with the same model, mesh and versions.",
-                )
+        differing = {
+            field: text
+            for field in dict.fromkeys(name for v in values for name in v)
+            if (text := self._differs(values, field))
+        }
+        if differing:
+            raise no_answer(
+                _place(operation, where),
+                got="; ".join(f"different {field}: {text}" for field, text in [*differing.items()][:SAID]),
+                needs="the same on every rank of the group",
+                fix="Start every rank with the same model, mesh and versions.",
+            )
+
+    def _differs(self, values: Sequence[Mapping[str, Any]], field: str) -> str:
+        """What each rank says of a field; empty where all say the same."""
+        found: dict[str, list[int]] = {}
+        for rank, value in zip(self.ranks, values, strict=True):
+            found.setdefault(json.dumps(value.get(field)), []).append(rank)
+        return ", ".join(f"{value} on {_named(r)}" for value, r in found.items()) if len(found) > 1 else ""
 
     def agree_once(self, said: Mapping[str, Any], operation: str, where: str) -> None:
         """`agree` the first time that this very thing is said in the group."""
@@ -147,7 +157,11 @@ class Peers:
 
     def reduce_scatter(self, x: Tensor, kind: str, where: str) -> Tensor:
         """x [R * n, ...] of every rank -> [n, ...]: the sum over ranks of this rank's part."""
-        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        n = x.shape[0] // self.size
+        if self._polls:  # gloo's own ends neither at its timeout nor where a rank is gone
+            parts = self.all_to_all(x, [n] * self.size, [n] * self.size, kind, where)
+            return parts.view(self.size, n, *x.shape[1:]).sum(0)
+        out = x.new_empty((n, *x.shape[1:]))
         self._count(kind, dict.fromkeys(range(self.size), out.nbytes))
         given = x.contiguous()
         self._run(
