@@ -13,7 +13,7 @@ import torch.distributed as dist
 PATIENCE = 240
 """Seconds after which a test fails whose processes do not answer: a net under all others, which decides nothing."""
 
-PRELOADED = ["torch", "torch._inductor.config", "moestro.parallel"]
+PRELOADED = ["torch", "torch._inductor.config", "moestro.hf", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
 """What takes long to import, once for all processes; the second is what PyTorch's deterministic mode imports."""
 
 

@@ -14,7 +14,7 @@ from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
 from moestro.hf.dense import check_choice, check_projections, serve_projections
-from moestro.hf.experts import PLAN, Plan, RefusedError
+from moestro.hf.experts import PLAN, Plan, RefusedError, Spread
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import INTERFACE, Adapter
 from moestro.hf.low_precision import FP8, MXFP4
@@ -236,8 +236,11 @@ def _refusal(model: nn.Module, path: str, name: str, reason: str, fix: str = _RU
 
 
 def replace_forward(layer: Found, strategy: str) -> None:
-    """Have moestro run where the module of an expert layer is called."""
+    """Have moestro run where the module of an expert layer is called; experts that are cut stay so."""
     module = layer.module
+    before = _own_forward(module)
+    if before is not None and isinstance(before.keywords.get("strategy"), Spread) and not isinstance(strategy, Spread):
+        strategy = Spread(strategy, before.keywords["strategy"].dispatcher)
     forward: Callable[..., Any] = partial(layer.adapter.forward, module, strategy=strategy)
     # Where the accelerate library wrapped the module, its wrapper keeps running around this forward.
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
@@ -257,12 +260,17 @@ def _replicate(module: Any) -> Any:
     return replica
 
 
+def _own_forward(module: nn.Module) -> partial[Any] | None:
+    """What replaced the forward of a module."""
+    found = (module.__dict__.get(name) for name in ("_old_forward", "forward"))
+    return next((own for own in found if isinstance(own, partial)), None)
+
+
 def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
     """The strategy of a served module; None if it runs its own forward."""
-    for name in ("_old_forward", "forward"):
-        own = module.__dict__.get(name)
-        if isinstance(own, partial) and own.func is adapter.forward:
-            return str(own.keywords["strategy"])
+    own = _own_forward(module)
+    if own is not None and own.func is adapter.forward:
+        return str(own.keywords["strategy"])
     config = getattr(module, "config", None)
     if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == "moestro":
         return "auto"
