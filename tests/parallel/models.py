@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -12,7 +10,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import moestro
 from hf.checkpoints import IDS
 from moestro.hf import MoestroConfig
-from moestro.hf.serving import stored_in
+from moestro.hf.serving import served, stored_in
+from moestro.ops.dispatch import observed
+from moestro.ops.expert_mlp import EXPERT_MLP
 from moestro.parallel import make_mesh
 
 
@@ -24,20 +24,14 @@ def quiet():
     transformers.utils.logging.disable_progress_bar()
 
 
-@contextlib.contextmanager
-def poisoned():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @torch.no_grad()
 def answer(model):
     stores = [store for module in model.modules() if (store := stored_in(module)) is not None]
     tensors = {id(t): t for store in stores for t in store.tensors.values()}
-    return model(IDS).logits, sum(t.nbytes for t in tensors.values())
+    seen = []
+    with observed(lambda operation, *_: seen.append(operation)):
+        logits = model(IDS).logits
+    return logits, sum(t.nbytes for t in tensors.values()), seen.count(EXPERT_MLP)
 
 
 def loaded(folder, ep, tp, form=None):
@@ -62,5 +56,17 @@ def of_transformers(folder, sizes, implementation=None, form=None, served=True):
 
 def saved(folder, target):
     quiet()
-    model = moestro.load(folder, device=make_mesh(1, dist.get_world_size(), 1))
-    return model.save_pretrained(target)
+    return moestro.load(folder, device=make_mesh(1, dist.get_world_size(), 1)).save_pretrained(target)
+
+
+def accelerated_otherwise(folder):
+    """A second call of accelerate, with a strategy, on a model whose experts are cut."""
+    quiet()
+    model = moestro.accelerate(moestro.load(folder, dtype="float32", device=make_mesh(1, 2, 1)), "blockwise-8")
+    return (*answer(model), {layer.strategy for layer in served(model)})
+
+
+def with_strategy(folder):
+    quiet()
+    how = DistributedConfig(tp_size=2, ep_size=2)
+    return moestro.accelerate(AutoModelForCausalLM.from_pretrained(folder, distributed_config=how), "grouped")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
@@ -161,6 +162,13 @@ def generate(
         prompt_ran=tuple(prompt_ran),
         new_ran=tuple(new_ran),
     )
+
+
+def share_random_numbers() -> None:
+    """Have all ranks of the job draw the same random numbers from here on, so that they sample the same tokens."""
+    seed = [torch.seed()]
+    dist.broadcast_object_list(seed)
+    torch.manual_seed(seed[0])
 
 
 @contextmanager

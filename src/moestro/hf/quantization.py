@@ -34,7 +34,7 @@ from moestro.hf.experts import Spread
 from moestro.hf.families.base import INTERFACE
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
-from moestro.hf.sharding import cut_along_i, cut_biases, own_part, recipe_of, wanted_sharding
+from moestro.hf.sharding import cut_along_i, cut_as_planned, cut_biases, own_part, recipe_of, wanted_sharding
 from moestro.hf.sources import Reader
 from moestro.hf.store import STORE, ExpertStore, Recipe, Stored, find_in_state
 from moestro.weights import ExpertWeights, check_input_format, quantize_experts
@@ -113,6 +113,7 @@ class MoestroQuantizer(HfQuantizer):
             self._release(recipe, 0)
             weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
             module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+            cut_as_planned(model, recipe.target)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
         residency, first = Residency(self._checkpoint), True
         for layer, stored in bar:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from moestro.checkpoint.scheme import METHOD
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
@@ -18,6 +19,7 @@ from moestro.hf.experts import PLAN, Plan, RefusedError, Spread
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import INTERFACE, Adapter
 from moestro.hf.low_precision import FP8, MXFP4
+from moestro.hf.sharding import is_cut, local_parameters
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
 from moestro.types import InputFormat
@@ -108,9 +110,20 @@ def accelerate(
         if reads_past_calls and any(t.is_meta for t in layer.module.parameters()):
             reason = "weights on the meta device (offloaded, or not loaded yet), where moestro needs them in memory"
             raise _refusal(model, layer.path, type(layer.module).__name__, reason)
-    for layer in fresh:
-        layer.adapter.settle(layer.module, layer.plan)
+    cut = [layer for layer in fresh if is_cut(layer.module)]
+    if cut and strategy != "auto":
+        raise unsupported(
+            "accelerate",
+            got=f"strategy={strategy!r} for {cut[0].path}, whose experts Transformers has cut over processes",
+            needs='strategy="auto"',
+            fix="Leave it out; moestro.use(strategy=...) names one for all calls of a block.",
+        )
     for layer in found:
+        if layer in cut:  # what Transformers wrapped around the experts stays; inside it, this is what runs
+            layer.module.config._experts_implementation = METHOD  # type: ignore[union-attr]
+            continue
+        if layer in fresh:
+            layer.adapter.settle(layer.module, layer.plan)
         replace_forward(layer, strategy)
     for store in stores:
         store.set_input_format(input_format or store.input_format, "accelerate")
@@ -223,6 +236,9 @@ def _plan(module: nn.Module, adapter: Adapter, remembered: Plan | None = None) -
     store = stored_in(module)
     if store is not None:
         return Plan(store.stored.projections.activation, layout=store.layout)
+    if adapter is INTERFACE and is_cut(module):
+        with local_parameters(module):
+            return remembered or adapter.inspect(module)
     return remembered or adapter.inspect(module)
 
 
@@ -272,6 +288,6 @@ def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
     if own is not None and own.func is adapter.forward:
         return str(own.keywords["strategy"])
     config = getattr(module, "config", None)
-    if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == "moestro":
+    if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == METHOD:
         return "auto"
     return None

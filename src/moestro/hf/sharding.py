@@ -177,6 +177,35 @@ def wanted_sharding(model: Any) -> Sharding | None:
     return Sharding.of_transformers(model, wanted)
 
 
+@contextmanager
+def local_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of a module that Transformers has cut are this rank's own tensors."""
+    cut: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    module._parameters.update({name: nn.Parameter(p.to_local(), p.requires_grad) for name, p in cut.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(cut)
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether Transformers has cut a parameter of this very module."""
+    return any(isinstance(p, DTensor) for p in module._parameters.values())
+
+
+def cut_as_planned(model: Any, name: str) -> None:
+    """Cut a whole parameter as the model's tensor parallel plan says, if it is loaded by such a plan."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or _MESH.get() is not None:
+        return
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _get_parameter_plan
+
+    style = _get_parameter_plan(name, model.tp_plan)
+    if style is not None:
+        above, _, own = name.rpartition(".")
+        ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(above), own, mesh["tp"])
+
+
 def own_part(recipe: Recipe, tensors: Mapping[str, Tensor], own: Sequence[int]) -> tuple[Recipe, dict[str, Tensor]]:
     """The recipe and the tensors of some experts, a range: views under the same names, nothing is read."""
     num_experts = recipe.shape[0]

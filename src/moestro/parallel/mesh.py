@@ -42,7 +42,7 @@ def make_mesh(
             "make_mesh", got=_text(sizes), needs="sizes of at least 1", fix="Leave out what is not cut."
         )
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+        _start(sizes, device, timeout)
     world = dist.get_world_size()
     Peers.of(range(world), timeout).agree({"mesh": sizes, "torch": torch.__version__}, "make_mesh", "")
     if math.prod(sizes) != world:
@@ -53,6 +53,18 @@ def make_mesh(
             fix=f"Start torchrun --nproc-per-node {math.prod(sizes)}, or change the sizes.",
         )
     return init_device_mesh(device, sizes, mesh_dim_names=DIMENSIONS)
+
+
+def _start(sizes: Sequence[int], device: str, timeout: float) -> None:
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    except ValueError as error:  # a variable that torchrun sets is not there
+        raise invalid_input(
+            "make_mesh",
+            got=f"{_text(sizes)} in a process that belongs to no job of torch.distributed",
+            needs=f"{math.prod(sizes)} processes that torchrun started",
+            fix=f"Start it with torchrun --nproc-per-node {math.prod(sizes)}.",
+        ) from error
 
 
 def mesh_size(mesh: DeviceMesh, *dimensions: str) -> int:
