@@ -54,23 +54,20 @@ def generate(
         from moestro.hf import MoestroConfig
         from moestro.hf import generate as library
         from moestro.hf.text_model import load_text_model, quiet_transformers
-        from moestro.parallel import make_mesh
 
         sampling = library.Sampling(
             max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed
         )
         prompt = _read() if prompt == "-" else prompt
         library.check_prompt(prompt)
-        mesh = None if (ep, tp) == (1, 1) else make_mesh(1, ep, tp, device)
-        prints = mesh is None or mesh.get_rank() == 0
+        place, prints = _place(device, ep, tp)
         streams = prints and not as_json
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
             check = partial(library.check_length, request=(prompt, sampling, chat))
             how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
-            text_model = load_text_model(model, dtype, mesh or device, strategy, check, how)
+            text_model = load_text_model(model, dtype, place, strategy, check, how)
             library.check(text_model, prompt, sampling, chat)
-            if mesh is not None:
-                library.share_random_numbers()
+            library.share_random_numbers(place)
             if not chat and streams:
                 _write(prompt)
             found = library.generate(text_model, prompt, sampling, _write if streams else None, chat)
@@ -82,6 +79,16 @@ def generate(
     else:
         _write("\n")
         typer.secho(summary(said), err=True, dim=True)
+
+
+def _place(device: str, ep: int, tp: int) -> tuple[Any, bool]:
+    """Where the model goes, a device or a mesh, and whether this process prints."""
+    if (ep, tp) == (1, 1):
+        return device, True
+    from moestro.parallel import make_mesh
+
+    mesh = make_mesh(1, ep, tp, device)
+    return mesh, mesh.get_rank() == 0
 
 
 def _read() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -164,8 +165,10 @@ def generate(
     )
 
 
-def share_random_numbers() -> None:
-    """Have all ranks of the job draw the same random numbers from here on, so that they sample the same tokens."""
+def share_random_numbers(place: str | DeviceMesh) -> None:
+    """Have all ranks of a mesh draw the same random numbers from here on, so that they sample the same tokens."""
+    if not isinstance(place, DeviceMesh):
+        return
     seed = [torch.seed()]
     dist.broadcast_object_list(seed)
     torch.manual_seed(seed[0])

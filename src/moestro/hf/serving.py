@@ -110,6 +110,16 @@ def accelerate(
         if reads_past_calls and any(t.is_meta for t in layer.module.parameters()):
             reason = "weights on the meta device (offloaded, or not loaded yet), where moestro needs them in memory"
             raise _refusal(model, layer.path, type(layer.module).__name__, reason)
+    _serve_layers(found, fresh, strategy)
+    for store in stores:
+        store.set_input_format(input_format or store.input_format, "accelerate")
+    if projections:
+        serve_projections(model)
+    return model
+
+
+def _serve_layers(found: list[Found], fresh: list[Found], strategy: str) -> None:
+    """Have moestro run in every layer found; `fresh` are those whose experts are parameters."""
     cut = [layer for layer in fresh if is_cut(layer.module)]
     if cut and strategy != "auto":
         raise unsupported(
@@ -125,11 +135,6 @@ def accelerate(
         if layer in fresh:
             layer.adapter.settle(layer.module, layer.plan)
         replace_forward(layer, strategy)
-    for store in stores:
-        store.set_input_format(input_format or store.input_format, "accelerate")
-    if projections:
-        serve_projections(model)
-    return model
 
 
 @dataclass(frozen=True)
