@@ -128,13 +128,14 @@ def _serve_layers(found: list[Found], fresh: list[Found], strategy: str) -> None
             needs='strategy="auto"',
             fix="Leave it out; moestro.use(strategy=...) names one for all calls of a block.",
         )
+    for layer in fresh:
+        if layer not in cut:
+            layer.adapter.settle(layer.module, layer.plan)
     for layer in found:
         if layer in cut:  # what Transformers wrapped around the experts stays; inside it, this is what runs
             layer.module.config._experts_implementation = METHOD  # type: ignore[union-attr]
-            continue
-        if layer in fresh:
-            layer.adapter.settle(layer.module, layer.plan)
-        replace_forward(layer, strategy)
+        else:
+            replace_forward(layer, strategy)
 
 
 @dataclass(frozen=True)
