@@ -20,6 +20,10 @@ class UnsupportedError(MoestroError, NotImplementedError):
     """What was asked for is well formed, but nothing here can run it."""
 
 
+class CollectiveError(MoestroError, RuntimeError):
+    """Ranks of a process group do not agree, or one of them did not answer."""
+
+
 def invalid_input(operation: str, *, got: str, needs: str, fix: str) -> InvalidInputError:
     """Build an `InvalidInputError` whose text names the operation, the got, the needed and the way out."""
     return InvalidInputError(f"[{operation}] got {got}; needs {needs}. {fix}")
@@ -41,3 +45,8 @@ def several_devices(operation: str, **tensors: object) -> InvalidInputError:
 def unsupported(operation: str, *, got: str, needs: str, fix: str) -> UnsupportedError:
     """Build an `UnsupportedError` with the same four parts as `invalid_input`."""
     return UnsupportedError(f"[{operation}] got {got}; needs {needs}. {fix}")
+
+
+def no_answer(operation: str, *, got: str, needs: str, fix: str) -> CollectiveError:
+    """Build a `CollectiveError` with the same four parts as `invalid_input`."""
+    return CollectiveError(f"[{operation}] got {got}; needs {needs}. {fix}")

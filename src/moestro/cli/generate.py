@@ -39,13 +39,16 @@ def generate(
     input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
     projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    ep: Annotated[int, typer.Option(help="Under torchrun: ranks that the experts are spread over.")] = 1,
+    tp: Annotated[int, typer.Option(help="Under torchrun: ranks that each expert is cut over.")] = 1,
     strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
 ) -> None:
     """Continue a prompt with a Mixture-of-Experts language model, and say how fast it went.
 
-    The text goes to stdout as it is generated, everything else to stderr. What cannot be done (a folder that holds no
-    model, a dense model, no tokenizer, an option out of range) ends with one line and exit code 2.
+    The text goes to stdout as it is generated, everything else to stderr. With --ep or --tp every rank that torchrun
+    starts runs the model with its own part of the experts, and rank 0 prints. What cannot be done (a folder that holds
+    no model, a dense model, no tokenizer, an option out of range) ends with one line and exit code 2.
     """
     with refusals():
         from moestro.hf import MoestroConfig
@@ -57,20 +60,35 @@ def generate(
         )
         prompt = _read() if prompt == "-" else prompt
         library.check_prompt(prompt)
-        with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
+        place, prints = _place(device, ep, tp)
+        streams = prints and not as_json
+        with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
             check = partial(library.check_length, request=(prompt, sampling, chat))
             how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
-            text_model = load_text_model(model, dtype, device, strategy, check, how)
+            text_model = load_text_model(model, dtype, place, strategy, check, how)
             library.check(text_model, prompt, sampling, chat)
-            if not chat and not as_json:
+            library.share_random_numbers(place)
+            if not chat and streams:
                 _write(prompt)
-            found = library.generate(text_model, prompt, sampling, None if as_json else _write, chat)
+            found = library.generate(text_model, prompt, sampling, _write if streams else None, chat)
             said = report(text_model, prompt, found)
+    if not prints:
+        return
     if as_json:
         typer.echo(json.dumps(said))
     else:
         _write("\n")
         typer.secho(summary(said), err=True, dim=True)
+
+
+def _place(device: str, ep: int, tp: int) -> tuple[Any, bool]:
+    """Where the model goes, a device or a mesh, and whether this process prints."""
+    if (ep, tp) == (1, 1):
+        return device, True
+    from moestro.parallel import make_mesh
+
+    mesh = make_mesh(1, ep, tp, device)
+    return mesh, mesh.get_rank() == 0
 
 
 def _read() -> str:

@@ -25,5 +25,11 @@ IMPLEMENTATION = "moestro"
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve)
 ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve_fp8)
 register()
+try:
+    from moestro.hf import expert_parallel
+except ImportError:  # Transformers before 5.23
+    pass
+else:
+    expert_parallel.register()
 
 __all__ = ["IMPLEMENTATION", "MoestroConfig", "Served", "accelerate", "load", "serve", "served", "served_projections"]

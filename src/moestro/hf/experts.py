@@ -21,6 +21,7 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.store import Projection, Projections, stored_weights
+from moestro.moe import Dispatcher
 from moestro.ops.expert_mlp import run
 from moestro.types import Activation, Routing
 from moestro.weights import Built, ExpertWeights
@@ -221,13 +222,29 @@ def model_routing(expert_ids: Tensor, routing_weights: Tensor) -> Routing:
     return Routing(expert_ids, routing_weights if routing_weights.dtype == torch.float64 else routing_weights.float())
 
 
+class Spread(str):
+    """A strategy, and the dispatcher that brings rows to the ranks which have their experts."""
+
+    dispatcher: Dispatcher
+
+    def __new__(cls, strategy: str, dispatcher: Dispatcher) -> Spread:
+        made = super().__new__(cls, strategy)
+        made.dispatcher = dispatcher
+        return made
+
+    def run(self, rows: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+        """The primitive on the rows and the routing that come to this rank's experts."""
+        here, local, handle = self.dispatcher.dispatch(rows, routing)
+        return self.dispatcher.combine(run(here, local, weights, str(self)), handle)
+
+
 def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
     """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
     rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     form = weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
         rows = rows.to(torch.promote_types(rows.dtype, form.storage))
-    y = run(rows, routing, weights, strategy)
+    y = strategy.run(rows, routing, weights) if isinstance(strategy, Spread) else run(rows, routing, weights, strategy)
     if y.dtype != hidden_states.dtype:
         y = y.to(hidden_states.dtype)
     return y if y.dim() == hidden_states.dim() else y.view(hidden_states.shape)

@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -161,6 +163,15 @@ def generate(
         prompt_ran=tuple(prompt_ran),
         new_ran=tuple(new_ran),
     )
+
+
+def share_random_numbers(place: str | DeviceMesh) -> None:
+    """Have all ranks of a mesh draw the same random numbers from here on, so that they sample the same tokens."""
+    if not isinstance(place, DeviceMesh):
+        return
+    seed = [torch.seed()]
+    dist.broadcast_object_list(seed)
+    torch.manual_seed(seed[0])
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import invalid_input
 from moestro.hf.config import MoestroConfig
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
+from moestro.hf.sharding import cut_over
 from moestro.hf.sources import model_class, take_quantization
 from moestro.types import InputFormat
 
@@ -24,7 +26,7 @@ def load(
     path_or_id: str | Path,
     format: str | MoestroConfig | None = None,
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | DeviceMesh | None = None,
     input_format: InputFormat | None = None,
     projections: bool | None = None,
 ) -> PreTrainedModel:
@@ -40,7 +42,9 @@ def load(
             formats by layer and by projection.
         dtype: of all other weights and of the activations ("float32", torch.bfloat16, ...); the checkpoint's if None.
             FP8 weights outside the experts become this dtype.
-        device: where the model goes; the CPU if None.
+        device: where the model goes; the CPU if None. A mesh of `moestro.parallel.make_mesh` cuts the experts over its
+            ranks, of which all but those along dp run the same tokens: along ep each reads and keeps some of the
+            experts, along tp a slice of each. All else is on every rank.
         input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
             experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
             fp8-e4m3-*. It is not saved. None for what `format` says, else "float".
@@ -55,10 +59,14 @@ def load(
         InvalidInputError: files that are damaged, lack weights or are no safetensors files; an unknown format,
             input_format, dtype or device; a format that cannot store the experts' shapes; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, an
-            input_format that the experts' format does not take, or projections without a linear module of 16 bits.
+            input_format that the experts' format does not take, or projections without a linear module of 16 bits; a
+            mesh that cuts experts more often than they can be.
+        CollectiveError: ranks of the mesh that load something else, or that do not come.
     """
     wanted = _asked(format, {"input_format": input_format, "projections": projections})
-    place = None if device is None else find_device(device, OPERATION)
+    mesh = device if isinstance(device, DeviceMesh) else None
+    named = device.device_type if isinstance(device, DeviceMesh) else device
+    place = None if named is None else find_device(named, OPERATION)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
     local = Path(source).is_dir()
@@ -67,7 +75,7 @@ def load(
     own = _with_kept(wanted, take_quantization(config))
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
     room = partial(fitting, OPERATION, source, dtype if dtype not in (None, "auto") else config.dtype, own.format)
-    with readable, room():
+    with readable, room(), cut_over(mesh):
         model, report = model_class(config).from_pretrained(
             source, config=config, quantization_config=own, dtype=dtype or "auto", output_loading_info=True
         )

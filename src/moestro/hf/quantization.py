@@ -30,11 +30,14 @@ from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
 from moestro.hf.config import MoestroConfig
 from moestro.hf.dense import check_projections, serve_projections
+from moestro.hf.experts import Spread
+from moestro.hf.families.base import INTERFACE
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
+from moestro.hf.sharding import cut_along_i, cut_as_planned, cut_biases, own_part, recipe_of, wanted_sharding
 from moestro.hf.sources import Reader
-from moestro.hf.store import KINDS, STORE, ExpertStore, Recipe, Stored, find_in_state
-from moestro.weights import check_input_format, quantize_experts
+from moestro.hf.store import STORE, ExpertStore, Recipe, Stored, find_in_state
+from moestro.weights import ExpertWeights, check_input_format, quantize_experts
 
 
 @register_quantizer(METHOD)
@@ -64,7 +67,7 @@ class MoestroQuantizer(HfQuantizer):
                 needs="every layer on a device: experts that stay as stored are read from their files anyway",
                 fix='Map those layers to "cpu".',
             )
-        _refuse_sharding(model)
+        self._sharding = wanted_sharding(model)
         self._checkpoint = _open(checkpoint_files)
         _warn_unmarked(self._checkpoint.files[0].with_name("config.json"))
         reader = Reader(model, self._checkpoint, self.source)
@@ -72,6 +75,9 @@ class MoestroQuantizer(HfQuantizer):
         self._targets = _targets(self._layers, config)
         config.overrides = in_any_order(self._targets, config.format, config.overrides)
         check_input_format(config.input_format, self._targets.values(), "load")
+        if self._sharding is not None:
+            _check_served(self._layers, model)
+            self._sharding.agree([stored for _, stored in self._layers], self._targets)
         if config.projections:
             check_projections(model, "load")
         for layer, stored in self._layers:
@@ -107,16 +113,17 @@ class MoestroQuantizer(HfQuantizer):
             self._release(recipe, 0)
             weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
             module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+            cut_as_planned(model, recipe.target)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
         residency, first = Residency(self._checkpoint), True
         for layer, stored in bar:
-            store = self._store(stored)
+            holder = model.get_submodule(stored.path)
+            store = self._store(stored, holder)
             store.residency, store.warns, first = residency, first, False
             store.set_input_format(self.quantization_config.input_format, "load")
             device = _device_of(model, layer)
-            holder = model.get_submodule(stored.path)
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
-            replace_forward(layer, "auto")
+            replace_forward(layer, self._strategy(layer, stored))
         if self.quantization_config.projections:
             serve_projections(model)
         model.register_load_state_dict_pre_hook(find_in_state)
@@ -127,22 +134,47 @@ class MoestroQuantizer(HfQuantizer):
             vars(model.config).update(MARK)
         return model
 
-    def _store(self, stored: Stored) -> ExpertStore:
-        (gate_up, first), (down, second) = (self._converted(recipe) for recipe in stored.recipes)
-        recipes = gate_up, down
-        return ExpertStore(replace(stored, recipes=recipes), first | second, mapped=recipes == stored.recipes)
+    def _strategy(self, layer: Found, stored: Stored) -> str:
+        """How a layer's rows are computed: here, or where their experts are."""
+        if self._sharding is None:
+            return "auto"
+        return Spread("auto", self._sharding.layer_dispatcher(stored.projections.num_experts, layer.path))
 
-    def _converted(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
-        """A projection in the format that it is to have, and its tensors."""
+    def _store(self, stored: Stored, holder: Any) -> ExpertStore:
+        sharding = self._sharding
+        own = (
+            range(stored.projections.num_experts) if sharding is None else sharding.own(stored.projections.num_experts)
+        )
+        (gate_up, first), (down, second) = (self._converted(recipe, own) for recipe in stored.recipes)
+        kept, tensors = replace(stored, recipes=(gate_up, down)), first | second
+        mapped = all(mine.format == its.format for mine, its in zip(kept.recipes, stored.recipes, strict=True))
+        if sharding is None:
+            return ExpertStore(kept, tensors, mapped)
+        biases = cut_biases(holder, stored, own)
+        if sharding.tp[1] > 1:
+            built = gate_up.build(tensors), down.build(tensors)
+            weights = ExpertWeights(built[0], built[1], *biases, stored.projections.activation)
+            kept, tensors = cut_along_i(holder, kept, weights, sharding.tp)
+            mapped = False
+        store = ExpertStore(kept, tensors, mapped)
+        store.cut = True
+        return store
+
+    def _converted(self, recipe: Recipe, own: Sequence[int]) -> tuple[Recipe, dict[str, Tensor]]:
+        """Some experts of a projection in the format that it is to have, and their tensors."""
         wanted, search = self._targets[recipe.target], self.quantization_config.search
+        tensors = {name: self._checkpoint.tensor(name) for name in recipe.names}
+        if len(own) < recipe.shape[0]:
+            part, tensors = own_part(recipe, tensors, own)
+        else:
+            part = recipe
         if wanted == recipe.format:
-            return recipe, {name: self._checkpoint.tensor(name) for name in recipe.names}
-        stored = recipe.read(self._checkpoint)
-        packed = quantize_experts(stored, wanted, search, recipe.target, lambda e: self._release(recipe, e))
-        kinds = {kind: getattr(packed, kind) for kind in KINDS if getattr(packed, kind) is not None}
-        part = {kind: (f"{recipe.target}_{kind}",) for kind in kinds}
-        tensors = {name: kinds[kind] for kind, (name,) in part.items()}
-        return Recipe(recipe.target, recipe.shape, wanted, (part,)), tensors
+            return part, tensors
+        stored = part.build(tensors)
+        return recipe_of(
+            recipe.target,
+            quantize_experts(stored, wanted, search, recipe.target, lambda e: self._release(recipe, own[e])),
+        )
 
     def _release(self, recipe: Recipe, expert: int) -> None:
         """Give back the memory that an expert's bytes took up when they were read from their file."""
@@ -160,21 +192,6 @@ class MoestroQuantizer(HfQuantizer):
         return True
 
 
-def _refuse_sharding(model: Any) -> None:
-    """Raise where the model is to be cut over processes: each would hold and compute all of the experts."""
-    wanted = getattr(model.config, "distributed_config", None)
-    sizes = {name: getattr(wanted, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")}
-    cut = {name: size for name, size in sizes.items() if size > 1}
-    if cut or getattr(wanted, "enable_expert_parallel", False):
-        said = ", ".join(f"{name}={size}" for name, size in cut.items()) or "enable_expert_parallel"
-        raise unsupported(
-            "load",
-            got=f"experts that stay as stored, and {said}",
-            needs="every expert in one process: stored experts are not cut over processes yet",
-            fix="Load the experts in 16 bits (no MoestroConfig), which Transformers shards; or use one process.",
-        )
-
-
 def _warn_unmarked(path: Path) -> None:
     """Say how to mend a config.json that moestro wrote before it marked what only moestro can read."""
     try:
@@ -190,6 +207,18 @@ def _warn_unmarked(path: Path) -> None:
             f"{path} was written by an earlier moestro. It loads correctly here, but Transformers alone would fill its"
             f" experts with random numbers: add the line {line} after its first brace, and that becomes an error.",
             stacklevel=2,
+        )
+
+
+def _check_served(layers: Sequence[tuple[Found, Stored]], model: Any) -> None:
+    """Refuse layers around whose forward Transformers cuts more than experts, where it is Transformers that cuts."""
+    others = [layer for layer, _ in layers if layer.adapter is not INTERFACE]
+    if others and getattr(model.config, "distributed_config", None) is not None:
+        raise unsupported(
+            "load",
+            got=f"{type(others[0].module).__name__}, whose experts stay as stored, and a DistributedConfig",
+            needs="experts of Transformers' interface",
+            fix="Use moestro.load(path, device=mesh).",
         )
 
 

@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from moestro.checkpoint.scheme import METHOD
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
 from moestro.hf.dense import check_choice, check_projections, serve_projections
-from moestro.hf.experts import PLAN, Plan, RefusedError
+from moestro.hf.experts import PLAN, Plan, RefusedError, Spread
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import INTERFACE, Adapter
 from moestro.hf.low_precision import FP8, MXFP4
+from moestro.hf.sharding import is_cut, local_parameters
 from moestro.hf.store import ExpertStore
 from moestro.ops.expert_mlp.tuning import parse_strategy
 from moestro.types import InputFormat
@@ -108,15 +110,32 @@ def accelerate(
         if reads_past_calls and any(t.is_meta for t in layer.module.parameters()):
             reason = "weights on the meta device (offloaded, or not loaded yet), where moestro needs them in memory"
             raise _refusal(model, layer.path, type(layer.module).__name__, reason)
-    for layer in fresh:
-        layer.adapter.settle(layer.module, layer.plan)
-    for layer in found:
-        replace_forward(layer, strategy)
+    _serve_layers(found, fresh, strategy)
     for store in stores:
         store.set_input_format(input_format or store.input_format, "accelerate")
     if projections:
         serve_projections(model)
     return model
+
+
+def _serve_layers(found: list[Found], fresh: list[Found], strategy: str) -> None:
+    """Have moestro run in every layer found; `fresh` are those whose experts are parameters."""
+    cut = [layer for layer in fresh if is_cut(layer.module)]
+    if cut and strategy != "auto":
+        raise unsupported(
+            "accelerate",
+            got=f"strategy={strategy!r} for {cut[0].path}, whose experts Transformers has cut over processes",
+            needs='strategy="auto"',
+            fix="Leave it out; moestro.use(strategy=...) names one for all calls of a block.",
+        )
+    for layer in fresh:
+        if layer not in cut:
+            layer.adapter.settle(layer.module, layer.plan)
+    for layer in found:
+        if layer in cut:  # what Transformers wrapped around the experts stays; inside it, this is what runs
+            layer.module.config._experts_implementation = METHOD  # type: ignore[union-attr]
+        else:
+            replace_forward(layer, strategy)
 
 
 @dataclass(frozen=True)
@@ -223,6 +242,9 @@ def _plan(module: nn.Module, adapter: Adapter, remembered: Plan | None = None) -
     store = stored_in(module)
     if store is not None:
         return Plan(store.stored.projections.activation, layout=store.layout)
+    if adapter is INTERFACE and is_cut(module):
+        with local_parameters(module):
+            return remembered or adapter.inspect(module)
     return remembered or adapter.inspect(module)
 
 
@@ -236,8 +258,11 @@ def _refusal(model: nn.Module, path: str, name: str, reason: str, fix: str = _RU
 
 
 def replace_forward(layer: Found, strategy: str) -> None:
-    """Have moestro run where the module of an expert layer is called."""
+    """Have moestro run where the module of an expert layer is called; experts that are cut stay so."""
     module = layer.module
+    before = _own_forward(module)
+    if before is not None and isinstance(before.keywords.get("strategy"), Spread) and not isinstance(strategy, Spread):
+        strategy = Spread(strategy, before.keywords["strategy"].dispatcher)
     forward: Callable[..., Any] = partial(layer.adapter.forward, module, strategy=strategy)
     # Where the accelerate library wrapped the module, its wrapper keeps running around this forward.
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
@@ -257,13 +282,18 @@ def _replicate(module: Any) -> Any:
     return replica
 
 
+def _own_forward(module: nn.Module) -> partial[Any] | None:
+    """What replaced the forward of a module."""
+    found = (module.__dict__.get(name) for name in ("_old_forward", "forward"))
+    return next((own for own in found if isinstance(own, partial)), None)
+
+
 def _strategy_of(module: nn.Module, adapter: Adapter) -> str | None:
     """The strategy of a served module; None if it runs its own forward."""
-    for name in ("_old_forward", "forward"):
-        own = module.__dict__.get(name)
-        if isinstance(own, partial) and own.func is adapter.forward:
-            return str(own.keywords["strategy"])
+    own = _own_forward(module)
+    if own is not None and own.func is adapter.forward:
+        return str(own.keywords["strategy"])
     config = getattr(module, "config", None)
-    if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == "moestro":
+    if adapter in (INTERFACE, FP8) and getattr(config, "_experts_implementation", None) == METHOD:
         return "auto"
     return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moestro.checkpoint import Checkpoint
+from moestro.errors import unsupported
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.residency import Residency
 from moestro.types import Activation, InputFormat
@@ -154,6 +155,7 @@ class ExpertStore(nn.Module):
     Attributes:
         mapped: whether the tensors are views of files.
         input_format: how the rows of tokens meet the experts, as in `ExpertWeights`; no state dict has it.
+        cut: whether other processes have the rest of the experts: then what is here cannot be saved as a checkpoint.
         warns: whether ``.train()`` says, once, that no gradient reaches the experts: of one store in a model.
     """
 
@@ -161,7 +163,7 @@ class ExpertStore(nn.Module):
         super().__init__()
         self.stored, self.mapped = stored, mapped
         self.residency: Residency | None = None
-        self.warns = False
+        self.warns = self.cut = False
         self.input_format: InputFormat = "float"
         self.tensors = {name: tensors[name] for recipe in stored.recipes for name in recipe.names}
         self._build()
@@ -237,6 +239,13 @@ class ExpertStore(nn.Module):
         self._build()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.cut:
+            raise unsupported(
+                "save",
+                got="a model whose experts are cut over processes",
+                needs="all experts in one process",
+                fix="Load the model without a mesh in one process, and save that.",
+            )
         outer = prefix.removesuffix(f"{self.stored.path}.{STORE}." if self.stored.path else f"{STORE}.")
         for name, tensor in self.tensors.items():
             destination[outer + name] = tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -87,7 +88,7 @@ def find_text_model(model: str | Path | None = None) -> TextModel:
 def load_text_model(
     model: str | Path | None = None,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str | DeviceMesh = "cpu",
     strategy: str = "auto",
     check: Callable[[str, Any, int | None], object] | None = None,
     format: str | MoestroConfig | None = None,
@@ -106,7 +107,7 @@ def load_text_model(
         check: called with name, tokenizer and context before the weights are read, to raise what speaks against them.
     """
     parse_strategy(strategy, OPERATION)
-    target = find_device(device, OPERATION)
+    target = find_device(device.device_type if isinstance(device, DeviceMesh) else device, OPERATION)
     if dtype not in DTYPES:
         raise not_one_of(OPERATION, "dtype", dtype, DTYPES)
     found = find_text_model(model)
@@ -117,8 +118,13 @@ def load_text_model(
     how = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
     room = partial(fitting, OPERATION, source, dtype if dtype != "auto" else found.config.dtype, how.format)
     with readable, room():
-        stays = not how.changes_nothing or how.input_format != "float" or _stays(found, dtype)
-        loaded = load(source, how, dtype) if stays else _weights(source, found.config, dtype)
+        stays = (
+            isinstance(device, DeviceMesh)
+            or not how.changes_nothing
+            or how.input_format != "float"
+            or _stays(found, dtype)
+        )
+        loaded = load(source, how, dtype, device) if stays else _weights(source, found.config, dtype)
     accelerate(loaded, strategy, projections=how.projections)
     with room():
         loaded = loaded.to(target).eval()

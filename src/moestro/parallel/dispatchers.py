@@ -1,0 +1,342 @@
+"""Dispatchers as values: three ways to bring tokens to the experts of other ranks, and one for a shared batch.
+
+All rewrite the routing to local ids, with -1 for what other ranks compute; a rank then runs the one primitive on its
+own experts. Ranks without tokens take part in everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moestro.errors import invalid_input
+from moestro.moe import Dispatcher
+from moestro.parallel.exchange import add_up, gather_rows, join_slices, scatter_sums, share, swap_rows
+from moestro.parallel.guard import Peers
+from moestro.parallel.placement import Placement
+from moestro.types import EMPTY, Routing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's experts are, as its dispatcher sees it from one rank.
+
+    Attributes:
+        placement: which rank of `peers` holds which experts.
+        peers: the ranks among which tokens travel; for `AllReduceDispatcher` those whose outputs are summed.
+        slices: ranks that hold the other slices of these experts, whose outputs are summed too; None for whole ones.
+        rank: this rank in the placement, where that is not its place among the peers.
+        name: the layer's, for errors.
+    """
+
+    placement: Placement
+    peers: Peers
+    slices: Peers | None = None
+    rank: int | None = None
+    name: str = ""
+
+    @property
+    def own(self) -> int:
+        return self.peers.rank if self.rank is None else self.rank
+
+    def local_ids(self, expert_ids: Tensor) -> Tensor:
+        """Ids of the layer's experts -> the local ids of those that this rank computes, -1 for all others."""
+        ranks, local = self.placement.locate(expert_ids)
+        return torch.where(ranks == self.own, local, EMPTY).to(expert_ids.dtype)
+
+    def local(self, expert_ids: Tensor, routing_weights: Tensor, of: Routing) -> Routing:
+        """A routing to the experts of this rank, made of one that the layer's own router checked."""
+        held = len(self.placement.experts[self.own])
+        return Routing.unchecked(expert_ids, routing_weights, of.weight_on, held)
+
+    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums [T, H] of this rank's slices -> those of whole experts, in `dtype`."""
+        if self.slices is not None:
+            y = add_up(self.slices, y, "rows", self.name)
+        return y.to(dtype)
+
+    def start(self, x: Tensor) -> Tensor:
+        """x, which the other slices' ranks have too."""
+        return x if self.slices is None else share(self.slices, x, "rows", self.name)
+
+    def start_weights(self, weights: Tensor) -> Tensor:
+        """Routing weights, in the same way."""
+        return weights if self.slices is None else share(self.slices, weights, "routing", self.name)
+
+    def check(self, x: Tensor, routing: Routing, operation: str) -> None:
+        """Compare, once for each kind of rows, what the ranks are about to send."""
+        said = {"H": x.shape[1], "dtype": str(x.dtype), "K": routing.top_k, "E": self.placement.num_experts}
+        self.peers.agree_once({**said, "operation": operation, "weight_on": routing.weight_on}, operation, self.name)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What rows of a dtype are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _recorded(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AllReduceDispatcher(Dispatcher):
+    """For ranks that all hold the same tokens: nothing is sent before the experts, outputs are summed over the ranks.
+
+    Sends 2 (R - 1) / R * T * H numbers a rank, in float32 at least. Shapes are fixed and the host never waits.
+    """
+
+    place: Place
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Reduced]:
+        """x [T, H] of this rank, which all have -> the same rows, with the slots of local experts alone."""
+        place = self.place
+        place.check(x, routing, "AllReduceDispatcher")
+        ids = place.local_ids(routing.expert_ids)
+        weights = share(place.peers, routing.routing_weights, "routing", place.name)
+        rows = share(place.peers, x, "rows", place.name)
+        return rows, place.local(ids, weights, routing), _Reduced(x.dtype)
+
+    def combine(self, y: Tensor, handle: _Reduced) -> Tensor:
+        """Partial sums [T, H] -> the sums over all ranks."""
+        return add_up(self.place.peers, y.to(_wide(y.dtype)), "rows", self.place.name).to(handle.dtype)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    num_tokens: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AllGatherDispatcher(Dispatcher):
+    """Every rank gets all tokens, computes the slots of its own experts, and sums go back by a reduce-scatter.
+
+    Each rank sends its T rows to R - 1 others and gets as many sums back: the choice for few ranks.
+
+    Attributes:
+        place: where the experts are.
+        num_tokens: the most tokens that any rank ever has. Then shapes are fixed and the host never waits. None: the
+            ranks tell each other how many they have, at each call.
+    """
+
+    place: Place
+    num_tokens: int | None = None
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Gathered]:
+        """x [T, H] of this rank -> rows [R * n, H] of all ranks, n each, padded with empty slots."""
+        place = self.place
+        place.check(x, routing, "AllGatherDispatcher")
+        x, w = place.start(x), place.start_weights(routing.routing_weights)
+        n = self._rows(x, routing)
+        pad = n - x.shape[0]
+        ids = F.pad(routing.expert_ids.to(torch.int32), (0, 0, 0, pad), value=EMPTY)
+        w, rows = F.pad(w, (0, 0, 0, pad)), F.pad(x, (0, 0, 0, pad))
+        rows = gather_rows(place.peers, rows, "rows", place.name)
+        if _recorded(w) or w.dtype != torch.float32:
+            ids, w = (
+                place.peers.all_gather(ids, "routing", place.name),
+                gather_rows(place.peers, w, "routing", place.name),
+            )
+        else:
+            both = place.peers.all_gather(torch.cat([ids, w.view(torch.int32)], 1), "routing", place.name)
+            ids, w = both[:, : routing.top_k].contiguous(), both[:, routing.top_k :].contiguous().view(torch.float32)
+        local = place.local_ids(ids)
+        return rows, place.local(local, w, routing), _Gathered(x.shape[0], x.dtype)
+
+    def combine(self, y: Tensor, handle: _Gathered) -> Tensor:
+        """Partial sums [R * n, H] for all ranks -> [T, H]: the whole sums of this rank's tokens."""
+        place = self.place
+        sums = scatter_sums(place.peers, y.to(_wide(y.dtype)), "rows", place.name)
+        return place.finish(sums[: handle.num_tokens], handle.dtype)
+
+    def _rows(self, x: Tensor, routing: Routing) -> int:
+        have = x.shape[0]
+        if self.num_tokens is None:
+            head = torch.tensor([[have, *_kind(x, routing)]], device=x.device)
+            heads = self.place.peers.all_gather(head, "counts", self.place.name).tolist()
+            _check_heads([head[1:] for head in heads], self.place, "AllGatherDispatcher")
+            return max(int(count) for count, *_ in heads)
+        if have > self.num_tokens:
+            raise invalid_input(
+                "AllGatherDispatcher",
+                got=f"{have} tokens",
+                needs=f"at most num_tokens={self.num_tokens}",
+                fix="Raise num_tokens on every rank, or leave it out.",
+            )
+        return self.num_tokens
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What `combine` needs of a dispatch: rows that went out by rank, what came in, and where each belongs."""
+
+    num_tokens: int
+    dtype: torch.dtype
+    tokens: Tensor
+    back: tuple[Sequence[int], Sequence[int]]
+    slots: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher(Dispatcher):
+    """A token goes once to each rank that has experts for it, is summed there, and one row comes back from each.
+
+    No smaller number of rows computes the same: for each pair of ranks it is the tokens of the one that name experts
+    of the other. The host waits once, for the counts.
+
+    Attributes:
+        place: where the experts are.
+        exact: have one row for each slot come back, and sum slots in their order where the token came from. Then a
+            result is bit for bit that of one device with all ranks' tokens in the order of the ranks, where the
+            implementation computes float32 and where half precision is computed in float32 (the native engine without
+            AMX and AVX-512 BF16), in PyTorch's deterministic mode.
+
+    Raises:
+        InvalidInputError: exact, and experts in slices: their sums have no order of slots.
+    """
+
+    place: Place
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.exact and self.place.slices is not None:
+            raise invalid_input(
+                "AllToAllDispatcher",
+                got="exact=True and experts that are cut along I",
+                needs="whole experts: partial sums of slices are rounded before they are added",
+                fix="Use a mesh with tp=1, or leave out exact.",
+            )
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Sent]:
+        """x [T, H] of this rank -> rows of all ranks, in the order of ranks and tokens, and their local routing."""
+        place = self.place
+        place.check(x, routing, "AllToAllDispatcher")
+        x, w = place.start(x), place.start_weights(routing.routing_weights)
+        ranks, local = place.placement.locate(routing.expert_ids)
+        wanted = torch.zeros(len(x), place.peers.size + 1, dtype=torch.bool, device=x.device)
+        wanted.scatter_(1, torch.where(ranks < 0, place.peers.size, ranks), True)
+        to, tokens = wanted[:, :-1].t().nonzero(as_tuple=True)
+        here = ranks[tokens] == to[:, None]
+        slots = here.sum(1).new_zeros(place.peers.size).index_add_(0, to, here.sum(1))
+        rows, pairs = self._counts(torch.stack([to.bincount(minlength=place.peers.size), slots]), x, routing)
+        ids = torch.where(here, local[tokens], EMPTY).to(torch.int32)
+        x_local = swap_rows(place.peers, x[tokens], rows, "rows", place.name)
+        ids, w_local = self._swap_routing(ids, w[tokens], rows)
+        kept = place.local(ids, w_local, routing)
+        if not self.exact:
+            return x_local, kept, _Sent(len(x), x.dtype, tokens, rows[::-1], None)
+        position = torch.full(ranks.shape, int(sum(pairs[0])), device=x.device)
+        position[(tokens[:, None].expand(here.shape)[here], here.nonzero()[:, 1])] = torch.arange(
+            int(sum(pairs[0])), device=x.device
+        )
+        y_weights = torch.ones_like(w) if routing.weight_on == "input" else w
+        y_weights = y_weights.masked_fill(ranks < 0, 0.0)
+        x_slots, kept = _one_slot_a_row(x_local, kept)
+        return x_slots, kept, _Sent(len(x), x.dtype, tokens, pairs[::-1], (position, y_weights))
+
+    def combine(self, y: Tensor, handle: _Sent) -> Tensor:
+        """Outputs of the rows computed here -> [T, H] for the tokens of this rank."""
+        place, send = self.place, handle.back[0]
+        assert len(y) == sum(send)
+        rows = swap_rows(place.peers, y, handle.back, "rows", place.name)
+        if handle.slots is not None:
+            return _in_slot_order(rows, *handle.slots).to(handle.dtype)
+        sums, start = rows.new_zeros(handle.num_tokens, rows.shape[1], dtype=_wide(rows.dtype)), 0
+        for count in handle.back[1]:  # of one rank, whose rows are of different tokens: the order of sums is fixed
+            part = slice(start, start + count)
+            sums = sums.index_add(0, handle.tokens[part], rows[part].to(sums.dtype))
+            start += count
+        return place.finish(sums, handle.dtype)
+
+    def _counts(self, counts: Tensor, x: Tensor, routing: Routing) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Rows and slots to each rank [2, R] -> (to, from) each rank, of rows and of slots."""
+        kind = torch.tensor(_kind(x, routing), device=x.device).expand(counts.shape[1], -1)
+        head = torch.cat([counts.t(), kind], 1)
+        one = [1] * counts.shape[1]
+        given = self.place.peers.all_to_all(head, one, one, "counts", self.place.name)
+        sent, received = torch.stack([head, given]).tolist()
+        _check_heads([each[2:] for each in received], self.place, "AllToAllDispatcher")
+        rows, slots = (([each[i] for each in sent], [each[i] for each in received]) for i in (0, 1))
+        return rows, slots
+
+    def _swap_routing(self, ids: Tensor, w: Tensor, rows: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+        """Local ids and weights [n, K] of the rows that go out -> those of the rows that come in."""
+        peers, name = self.place.peers, self.place.name
+        if _recorded(w) or w.dtype != torch.float32:
+            return peers.all_to_all(ids, *rows, "routing", name), swap_rows(peers, w, rows, "routing", name)
+        both = peers.all_to_all(torch.cat([ids, w.view(torch.int32)], 1), *rows, "routing", name)
+        ids, bits = both[:, : ids.shape[1]].contiguous(), both[:, ids.shape[1] :].contiguous()
+        return ids, bits.view(torch.float32)
+
+
+@dataclass(frozen=True)
+class SlicedDispatcher(Dispatcher):
+    """Another dispatcher for a batch that several ranks share: each sends a slice of it, and outputs are gathered.
+
+    Attributes:
+        inner: what brings a rank's slice to the experts.
+        batch: the ranks that have the same tokens.
+        name: the layer's, for errors.
+    """
+
+    inner: Dispatcher
+    batch: Peers
+    name: str = ""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, tuple[int, int, Any]]:
+        """x [T, H], which all ranks of the batch have -> what the inner one makes of this rank's slice."""
+        each = -(-x.shape[0] // self.batch.size)
+        own = slice(self.batch.rank * each, (self.batch.rank + 1) * each)
+        x, w = share(self.batch, x, "rows", self.name), share(self.batch, routing.routing_weights, "routing", self.name)
+        part = Routing.unchecked(routing.expert_ids[own], w[own], routing.weight_on)
+        rows, local, handle = self.inner.dispatch(x[own], part)
+        return rows, local, (x.shape[0], each, handle)
+
+    def combine(self, y: Tensor, handle: tuple[int, int, Any]) -> Tensor:
+        """The outputs of all slices, [T, H], on every rank of the batch."""
+        num_tokens, each, inner = handle
+        own = self.inner.combine(y, inner)
+        padded = F.pad(own, (0, 0, 0, each - own.shape[0]))
+        return join_slices(self.batch, padded, "slices", self.name)[:num_tokens]
+
+
+def _one_slot_a_row(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """A row for each slot in use, of float32 at least, with that slot alone; its weight is 1 if it weights outputs."""
+    row, slot = (routing.expert_ids >= 0).nonzero(as_tuple=True)
+    w = routing.routing_weights[row, slot][:, None]
+    w = w if routing.weight_on == "input" else torch.ones_like(w)
+    ids = routing.expert_ids[row, slot][:, None]
+    return x[row].to(_wide(x.dtype)), Routing.unchecked(ids, w, routing.weight_on, routing.checked_for)
+
+
+def _in_slot_order(rows: Tensor, position: Tensor, weights: Tensor) -> Tensor:
+    """y[t] = sum over k of weights[t, k] * rows[position[t, k]] in the order of k; a position past the rows adds 0."""
+    rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    weights = weights.to(rows.dtype)
+    if _recorded(rows) or _recorded(weights):
+        return (rows[position] * weights[..., None]).sum(1)
+    return F.embedding_bag(position, rows, per_sample_weights=weights, mode="sum")
+
+
+def _kind(x: Tensor, routing: Routing) -> list[int]:
+    return [x.shape[1], routing.top_k, DTYPES.index(x.dtype)]
+
+
+def _check_heads(kinds: Sequence[Sequence[int]], place: Place, operation: str) -> None:
+    """Raise where ranks sent counts for other kinds of rows than others: all of them find the same."""
+    if len({tuple(kind) for kind in kinds}) > 1:
+        names = ("H", "K", "dtype")
+        said = [dict(zip(names, (h, k, str(DTYPES[d])), strict=True)) for h, k, d in kinds]
+        place.peers.agree(said[place.peers.rank], operation, place.name)

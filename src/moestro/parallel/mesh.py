@@ -1,0 +1,108 @@
+"""The mesh: every rank's place among copies of the model, groups of experts and slices of an expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moestro.errors import invalid_input
+from moestro.parallel.guard import DEFAULT_TIMEOUT, Peers
+
+DIMENSIONS = ("dp", "ep", "tp")
+"""Copies of the experts; ranks that each hold some of the experts; ranks that each hold a slice of every expert."""
+
+
+def make_mesh(
+    dp: int = 1, ep: int = 1, tp: int = 1, device: str = "cpu", timeout: float = DEFAULT_TIMEOUT
+) -> DeviceMesh:
+    """A DeviceMesh with the dimensions "dp", "ep" and "tp", over all ranks of the job; collective.
+
+    Ranks are numbered along tp first, then ep, then dp. Where torch.distributed was not started yet, it is, from the
+    variables that torchrun sets: gloo for the CPU, NCCL for "cuda".
+
+    Args:
+        dp: how many copies of all experts there are; their ranks exchange nothing.
+        ep: over how many ranks the experts are spread.
+        tp: over how many ranks each expert's intermediate size is cut.
+        device: the device type of the mesh, whatever else the machine has.
+        timeout: seconds that starting, and each collective of the mesh itself, may take.
+
+    Raises:
+        InvalidInputError: a size below 1, or sizes whose product is not the number of ranks.
+        CollectiveError: ranks want different meshes, or one does not come.
+    """
+    sizes = (dp, ep, tp)
+    if min(sizes) < 1:
+        raise invalid_input(
+            "make_mesh", got=_text(sizes), needs="sizes of at least 1", fix="Leave out what is not cut."
+        )
+    if not dist.is_initialized():
+        _start(sizes, device, timeout)
+    world = dist.get_world_size()
+    Peers.of(range(world), timeout).agree({"mesh": sizes, "torch": torch.__version__}, "make_mesh", "")
+    if math.prod(sizes) != world:
+        raise invalid_input(
+            "make_mesh",
+            got=f"{_text(sizes)} with {world} ranks",
+            needs=f"sizes whose product is {world}",
+            fix=f"Start torchrun --nproc-per-node {math.prod(sizes)}, or change the sizes.",
+        )
+    return init_device_mesh(device, sizes, mesh_dim_names=DIMENSIONS)
+
+
+def _start(sizes: Sequence[int], device: str, timeout: float) -> None:
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    except ValueError as error:  # a variable that torchrun sets is not there
+        raise invalid_input(
+            "make_mesh",
+            got=f"{_text(sizes)} in a process that belongs to no job of torch.distributed",
+            needs=f"{math.prod(sizes)} processes that torchrun started",
+            fix=f"Start it with torchrun --nproc-per-node {math.prod(sizes)}.",
+        ) from error
+
+
+def mesh_size(mesh: DeviceMesh, *dimensions: str) -> int:
+    """The number of ranks along these dimensions together; one that the mesh has not counts 1."""
+    return math.prod(_sizes(mesh)[name] for name in dimensions)
+
+
+def mesh_place(mesh: DeviceMesh, dimension: str) -> int:
+    """This rank's number along a dimension; 0 in one that the mesh has not."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.get_local_rank(dimension) if dimension in names else 0
+
+
+def ranks_along(mesh: DeviceMesh, *dimensions: str) -> list[int]:
+    """The ranks of the job that differ from this one in these dimensions only, in the order of the mesh."""
+    names = mesh.mesh_dim_names or ()
+    here = mesh.get_coordinate()
+    assert here is not None
+    index = tuple(slice(None) if name in dimensions else place for name, place in zip(names, here, strict=True))
+    return [int(rank) for rank in mesh.mesh[index].flatten()]
+
+
+def check_mesh(mesh: DeviceMesh, operation: str) -> None:
+    """Raise `InvalidInputError` unless the mesh's dimensions are some of dp, ep and tp, with this rank among them."""
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(DIMENSIONS) or mesh.get_coordinate() is None:
+        raise invalid_input(
+            operation,
+            got=f"a mesh with dimensions {', '.join(names) or 'without names'}",
+            needs=f"dimensions among {', '.join(DIMENSIONS)}, and this rank in it",
+            fix="Make it with moestro.parallel.make_mesh(dp=..., ep=..., tp=...).",
+        )
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    names = mesh.mesh_dim_names or ()
+    return {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
+
+
+def _text(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(DIMENSIONS, sizes, strict=True))

@@ -1,0 +1,36 @@
+"""Groups of processes, one of each size for a worker's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def group():
+    """Maps a number of ranks to a group of them, which all tests of this size use."""
+    kept: dict[int, Ranks] = {}
+
+    def of(world: int) -> Ranks:
+        if world not in kept:
+            kept[world] = Ranks(world)
+        return kept[world]
+
+    yield of
+    for ranks in kept.values():
+        ranks.stop()
+
+
+@pytest.fixture
+def fresh():
+    """Makes groups that a test may break."""
+    made: list[Ranks] = []
+
+    def of(world: int) -> Ranks:
+        made.append(Ranks(world))
+        return made[-1]
+
+    yield of
+    for ranks in made:
+        ranks.stop()

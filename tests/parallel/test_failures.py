@@ -1,0 +1,105 @@
+"""Ranks that disagree, die or stall: every other one raises an error that names them, in time, and nothing hangs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from moestro.errors import InvalidInputError
+from moestro.parallel import Placement, make_mesh
+from parallel import cases
+from parallel.cases import Layer
+
+FOUR_PARTS = re.compile(r"\[(?P<operation>[^\]]+)\] got (?P<got>.+?); needs (?P<needs>.+?)\. (?P<fix>\S.+)", re.DOTALL)
+
+
+def parts(said):
+    found = FOUR_PARTS.search(said)
+    assert found, said
+    return found
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("num_experts", r"sizes \[E, H, I\] of the layer: \[8, 64, 64\] on ranks 0, 2, \[16, 64, 64\] on rank 1"),
+        ("hidden_size", r"sizes \[E, H, I\] of the layer: \[8, 64, 64\] on ranks 0, 2, \[8, 16, 64\] on rank 1"),
+        ("dtype", "dtypes of the layer: .*torch.float32.* on ranks 0, 2, .*torch.bfloat16.* on rank 1"),
+        ("format", "formats of the layer: .*float32.* on ranks 0, 2, .*int8.* on rank 1"),
+        ("mesh", r"mesh: \[1, 3, 1\] on ranks 0, 2, \[3, 1, 1\] on rank 1"),
+    ],
+)
+def test_ranks_that_disagree(group, field, named):
+    for said in group(3).run(cases.disagree, field):
+        assert said.startswith("CollectiveError: ")
+        assert re.search(named, parts(said)["got"]), said
+
+
+def test_ranks_that_send_other_rows(group):
+    for said in group(2).run(cases.disagree_later):
+        assert "CollectiveError: [AllToAllDispatcher] got different dtype: " in said
+        assert '"torch.float64" on rank 0' in said
+        assert '"torch.float16" on rank 1' in said
+
+
+@pytest.mark.parametrize("dispatcher", ["all-to-all", "all-gather", "all-reduce"])
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+def test_a_killed_rank_is_named(fresh, dispatcher, when):
+    ranks = fresh(3)
+    first, dead, last = ranks.run(cases.failing, dispatcher, when, "killed", 30.0)
+    assert dead == "dead"
+    for said, took, again in (first, last):
+        assert parts(said)["got"] == "no answer from rank 1", said
+        assert took < 30
+        assert "rows" in parts(said)["operation"] or "counts" in parts(said)["operation"]
+        assert "a group that has failed before: no answer from rank 1" in again
+
+
+def test_a_stalled_rank_is_named(fresh):
+    ranks = fresh(3)
+    first, late, last = ranks.run(cases.failing, "all-to-all", "inside", "stalled", 3.0)
+    for said, took, _ in (first, last):
+        assert parts(said)["got"] == "no answer from rank 1", said
+        assert took < 3 + 3
+    assert "[all-to-all of rows] got " in late[0]
+    again = fresh(3)  # the job is started anew
+    assert [said for said, _ in again.run(cases.compare, Layer((1, 3, 1)))] == [None] * 3
+
+
+def test_a_rank_that_never_comes(fresh):
+    ranks = fresh(2)
+    (said,) = ranks.run(cases.alone, ranks=[0])
+    assert parts(said)["operation"] == "process group"
+    assert parts(said)["got"] == "no answer from rank 1"
+
+
+REFUSED = {
+    "more ranks than experts": (cases.refused, "2 experts of the layer for ep=3", "one expert a rank"),
+    "sizes": (cases.wrong_mesh, "dp=1, ep=2, tp=1 with 3 ranks", "product is 3"),
+    "no layer": (cases.no_layer, "Linear, without a moestro.MoE in it", "layers in it"),
+    "twice": (cases.twice, "layer itself, which has a dispatcher", "on one device"),
+    "placement": (cases.other_placement, "placement of 8 experts on 2 ranks", "8 experts on 3 ranks"),
+    "groups": (cases.few_groups, "intermediate_size 64 in mxfp4, to be cut into 3 slices", "at most 2 slices"),
+    "exact": (cases.exact_slices, "exact=True and experts that are cut along I", "whole experts"),
+    "tokens": (cases.too_many, "41 tokens", "at most num_tokens=40"),
+    "names": (cases.other_names, "a mesh with dimensions rows", "dimensions among dp, ep, tp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(group, name):
+    function, got, needs = REFUSED[name]
+    for said in group(3).run(function):
+        found = parts(said)
+        assert got in found["got"], said
+        assert needs in found["needs"], said
+
+
+def test_sizes_below_one():
+    with pytest.raises(InvalidInputError, match=r"\[make_mesh\] got dp=1, ep=0, tp=1; needs sizes of at least 1"):
+        make_mesh(ep=0)
+
+
+def test_the_default_placement_is_in_order():
+    assert Placement.contiguous(5, 2).experts == ((0, 1, 2), (3, 4))
