@@ -25,6 +25,7 @@ _PROBE_BYTES = 1 << 30
 _SEGMENTS = 4
 _SECONDS_PER_PROBE = 0.1
 _MOST_CALLS = 64
+_MOST_SECONDS_OF_A_PRODUCT = 2.0
 _SECONDS_PER_PEAK = 0.1
 _DEVICE_SIDES = (4096, 8192)
 _X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
@@ -154,7 +155,9 @@ def bandwidths(device: torch.device | str) -> dict[str, float]:
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     best = 0.0
-    for n in (1024, 2048) if device.type == "cpu" else _DEVICE_SIDES:
+    for n in (256, 1024, 2048) if device.type == "cpu" else _DEVICE_SIDES:
+        if best and 2 * n**3 / best > _MOST_SECONDS_OF_A_PRODUCT:
+            break  # a dtype for which the processor has no instructions
         a, b = (torch.randn((n, n), device=device).mul_(0.01).to(dtype) for _ in range(2))
         best = max(best, 2 * n**3 / min(_timings(partial(torch.mm, a, b), device)))
     return best

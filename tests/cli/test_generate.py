@@ -359,6 +359,12 @@ def test_greedy_prints_no_warning() -> None:
     assert len(done.stderr.splitlines()) == 2, done.stderr
 
 
+def test_ranks_share_one_standard_input() -> None:
+    refused = run("-", "--ep", "2")
+    assert refused.exit_code == 2
+    assert "processes of torchrun share one standard input" in refused.stderr
+
+
 @pytest.mark.parametrize("options", [["--chat"], ["--max-new-tokens", "64"], ["--strategy", "fastest"]])
 def test_refused_before_the_weights_are_read(
     model_folder: Path, options: list[str], monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ DISPATCHERS = {
     "exact": partial(AllToAllDispatcher, exact=True),
     "all-gather": AllGatherDispatcher,
     "all-gather of 40": partial(AllGatherDispatcher, num_tokens=40),
-    "all-reduce": AllReduceDispatcher,
+    "all-reduce": partial(AllReduceDispatcher),
 }
 
 

@@ -101,5 +101,10 @@ def test_sizes_below_one():
         make_mesh(ep=0)
 
 
+def test_a_device_with_a_number():
+    with pytest.raises(InvalidInputError, match=r"\[make_mesh\] got device 'cuda:0'; needs \"cpu\" or \"cuda\""):
+        make_mesh(ep=2, device="cuda:0")
+
+
 def test_the_default_placement_is_in_order():
     assert Placement.contiguous(5, 2).experts == ((0, 1, 2), (3, 4))

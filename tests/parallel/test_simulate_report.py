@@ -54,6 +54,11 @@ def test_experts_are_as_likely_as_asked() -> None:
     assert (even / even.mean()).sub(1).abs().max() < 0.05
 
 
+def test_an_exponent_that_would_never_end() -> None:
+    with pytest.raises(InvalidInputError, match="got top_k=8 with exponent=20"):
+        zipf_ids(4, 256, 8, 20.0)
+
+
 def test_seeds() -> None:
     assert torch.equal(zipf_ids(50, 8, 2, 1.0, seed=3), zipf_ids(50, 8, 2, 1.0, seed=3))
     first, second = (loads_of(zipf_ids(5000, 8, 2, 1.0, seed), 8) for seed in (0, 1))

@@ -14,6 +14,7 @@ import typer
 
 import moestro
 from moestro.cli.refusal import refusals
+from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from moestro.hf.generate import Generation
@@ -58,7 +59,7 @@ def generate(
         sampling = library.Sampling(
             max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed
         )
-        prompt = _read() if prompt == "-" else prompt
+        prompt = _read(ep * tp) if prompt == "-" else prompt
         library.check_prompt(prompt)
         place, prints = _place(device, ep, tp)
         streams = prints and not as_json
@@ -91,8 +92,15 @@ def _place(device: str, ep: int, tp: int) -> tuple[Any, bool]:
     return mesh, mesh.get_rank() == 0
 
 
-def _read() -> str:
+def _read(num_ranks: int) -> str:
     """Standard input, whatever the locale: bytes that are no UTF-8 are refused like those of an argument."""
+    if num_ranks > 1:
+        raise invalid_input(
+            "generate",
+            got="- with --ep or --tp",
+            needs="a prompt that every rank gets: processes of torchrun share one standard input",
+            fix='Pass it as the argument: "$(cat file)".',
+        )
     return sys.stdin.buffer.read().decode(errors="surrogateescape") if sys.stdin is not None else ""
 
 

@@ -70,10 +70,11 @@ class Place:
         """Routing weights, in the same way."""
         return weights if self.slices is None else share(self.slices, weights, "routing", self.name)
 
-    def check(self, x: Tensor, routing: Routing, operation: str) -> None:
-        """Compare, once for each kind of rows, what the ranks are about to send."""
+    def check(self, x: Tensor, routing: Routing, operation: str, option: object = None) -> None:
+        """Compare, once for each kind of rows, what the ranks are about to send, and the dispatcher's option."""
         said = {"H": x.shape[1], "dtype": str(x.dtype), "K": routing.top_k, "E": self.placement.num_experts}
-        self.peers.agree_once({**said, "operation": operation, "weight_on": routing.weight_on}, operation, self.name)
+        said |= {"operation": operation, "option": option, "weight_on": routing.weight_on}
+        self.peers.agree_once(said, operation, self.name)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -98,6 +99,15 @@ class AllReduceDispatcher(Dispatcher):
     """
 
     place: Place
+
+    def __post_init__(self) -> None:
+        if self.place.slices is not None:
+            raise invalid_input(
+                "AllReduceDispatcher",
+                got="a place whose slices have peers of their own",
+                needs="one group of all ranks that hold a part of the experts, slices=None",
+                fix="Pass the class, or a partial of it, to parallelize.",
+            )
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Reduced]:
         """x [T, H] of this rank, which all have -> the same rows, with the slots of local experts alone."""
@@ -137,7 +147,7 @@ class AllGatherDispatcher(Dispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Gathered]:
         """x [T, H] of this rank -> rows [R * n, H] of all ranks, n each, padded with empty slots."""
         place = self.place
-        place.check(x, routing, "AllGatherDispatcher")
+        place.check(x, routing, "AllGatherDispatcher", self.num_tokens)
         x, w = place.start(x), place.start_weights(routing.routing_weights)
         n = self._rows(x, routing)
         pad = n - x.shape[0]
@@ -222,7 +232,7 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Sent]:
         """x [T, H] of this rank -> rows of all ranks, in the order of ranks and tokens, and their local routing."""
         place = self.place
-        place.check(x, routing, "AllToAllDispatcher")
+        place.check(x, routing, "AllToAllDispatcher", self.exact)
         x, w = place.start(x), place.start_weights(routing.routing_weights)
         ranks, local = place.placement.locate(routing.expert_ids)
         wanted = torch.zeros(len(x), place.peers.size + 1, dtype=torch.bool, device=x.device)

@@ -84,7 +84,7 @@ class Peers:
     @property
     def _polls(self) -> bool:
         """Whether waiting blocks the host anyway, so that looking up costs nothing. NCCL has a watchdog of its own."""
-        return dist.get_backend(self.group) == "gloo"
+        return dist.get_backend(self.group) != "nccl"
 
     def agree(self, said: Mapping[str, Any], operation: str, where: str) -> None:
         """Compare what every rank says; collective over the group, through the store, before any data moves.
@@ -193,8 +193,11 @@ class Peers:
         except RuntimeError as error:
             raise self._broken(operation, where, error) from error
         if not self._polls:
-            work.wait()
-            return
+            try:
+                work.wait()
+                return
+            except RuntimeError as error:
+                raise self._broken(operation, where, error) from error
         while True:
             left = began + self.timeout - time.monotonic()
             try:

@@ -41,6 +41,10 @@ def make_mesh(
         raise invalid_input(
             "make_mesh", got=_text(sizes), needs="sizes of at least 1", fix="Leave out what is not cut."
         )
+    if device not in ("cpu", "cuda"):
+        raise invalid_input(
+            "make_mesh", got=f"device {device!r}", needs='"cpu" or "cuda"', fix="Each rank takes a device of its own."
+        )
     if not dist.is_initialized():
         _start(sizes, device, timeout)
     world = dist.get_world_size()
@@ -95,6 +99,14 @@ def check_mesh(mesh: DeviceMesh, operation: str) -> None:
             operation,
             got=f"a mesh with dimensions {', '.join(names) or 'without names'}",
             needs=f"dimensions among {', '.join(DIMENSIONS)}, and this rank in it",
+            fix="Make it with moestro.parallel.make_mesh(dp=..., ep=..., tp=...).",
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise invalid_input(
+            operation,
+            got=f"a mesh of ranks {ranks}",
+            needs="ranks that rise: groups of torch.distributed are in that order",
             fix="Make it with moestro.parallel.make_mesh(dp=..., ep=..., tp=...).",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -127,14 +128,14 @@ def find_placement(name: str, num_experts: int, mesh: DeviceMesh, placement: Pla
         InvalidInputError: they do not fit, or there are more ranks than experts.
     """
     size = mesh_size(mesh, "ep")
-    if size > num_experts:
+    found = Placement.contiguous(num_experts, size) if placement is None else placement
+    if not all(found.experts):
         raise invalid_input(
             OPERATION,
-            got=f"{num_experts} experts of {name or 'the layer'} for ep={size}",
+            got=f"{num_experts} experts of {name or 'the layer'} for ep={size}, with none on some ranks",
             needs="at least one expert a rank",
-            fix="Lower ep and raise dp or tp.",
+            fix="Lower ep and raise dp or tp, or give a placement with replicas.",
         )
-    found = Placement.contiguous(num_experts, size) if placement is None else placement
     if found.num_experts != num_experts or found.num_ranks != size:
         raise invalid_input(
             OPERATION,
@@ -176,7 +177,8 @@ def keep_own(experts: Experts, cut: Cut) -> Experts:
 def make_dispatcher(cut: Cut, mesh: DeviceMesh, make: MakeDispatcher, timeout: float) -> Dispatcher:
     """A layer's dispatcher on this mesh."""
     tp = mesh_size(mesh, "tp")
-    shared = isinstance(make, type) and issubclass(make, AllReduceDispatcher)
+    made = make.func if isinstance(make, partial) else make
+    shared = isinstance(made, type) and issubclass(made, AllReduceDispatcher)
     if shared:
         peers = Peers.of(ranks_along(mesh, "ep", "tp"), timeout)
         return make(Place(cut.placement, peers, None, mesh_place(mesh, "ep"), cut.name))

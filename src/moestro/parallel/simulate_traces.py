@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from moestro.errors import InvalidInputError, invalid_input
 
-MAX_PAIRS, MAX_EXPERTS = 2**28, 2**20
+MAX_PAIRS, MAX_EXPERTS, MOST_DRAWS = 2**28, 2**20, 10**5
 
 
 def zipf_ids(num_tokens: int, num_experts: int, top_k: int, exponent: float = 0.0, seed: int = 0) -> Tensor:
@@ -21,7 +22,8 @@ def zipf_ids(num_tokens: int, num_experts: int, top_k: int, exponent: float = 0.
     tokens of the same kind. An exponent of 0 is uniform.
 
     Raises:
-        InvalidInputError: a number below 1 or beyond all use, more slots than experts, an exponent or a seed below 0.
+        InvalidInputError: a number below 1 or beyond all use, more slots than experts, an exponent or a seed below 0,
+            or an exponent too steep for so many slots.
     """
     small = num_tokens * top_k <= MAX_PAIRS and num_experts <= MAX_EXPERTS
     if not (num_tokens >= 1 and 1 <= top_k <= num_experts and 0 <= exponent < float("inf") and seed >= 0 and small):
@@ -31,6 +33,13 @@ def zipf_ids(num_tokens: int, num_experts: int, top_k: int, exponent: float = 0.
             needs="at least one token, 1 <= top_k <= num_experts, exponent and seed of at least 0, at most "
             f"{MAX_PAIRS:,} pairs and {MAX_EXPERTS:,} experts",
             fix="An exponent of 0 is uniform; of 0.8 like the loads of models in use.",
+        )
+    if exponent * np.log(top_k) > np.log(MOST_DRAWS):
+        raise invalid_input(
+            "zipf_ids",
+            got=f"top_k={top_k} with exponent={exponent}",
+            needs=f"top_k ** exponent of at most {MOST_DRAWS:,}: so rarely the last slot's expert is drawn",
+            fix="Lower the exponent; loads of models in use are like 0.8.",
         )
     weights = np.arange(1, num_experts + 1.0) ** -exponent
     up_to = np.cumsum(weights[np.random.default_rng(num_experts).permutation(num_experts)])
@@ -57,7 +66,7 @@ def read_trace(path: str | Path) -> Tensor:
     path = Path(path)
     try:
         found = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, RecursionError, BadZipFile) as error:
         raise _no_trace(path, str(getattr(error, "strerror", None) or error)) from error
     if not isinstance(found, np.ndarray) or found.ndim != 2 or found.dtype.kind not in "iu" or not found.size:
         raise _no_trace(path, f"an array {list(getattr(found, 'shape', ()))}")
