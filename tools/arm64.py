@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-w", f"-I{ROOT / 'csrc'}")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", f"-I{ROOT / 'csrc'}")
 PARTS = (
     *("choose", "counting_sort", "grouping", "linear", "plan", "processor", "rows", "schedule", "topk"),
     *("walk", "walk_dots", "walk_tiles"),
