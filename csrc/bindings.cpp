@@ -6,9 +6,11 @@
 
 #include "bindings_experts.h"
 #include "bindings_peaks.h"
+#include "bindings_reads.h"
 #include "bindings_routing.h"
 #include "choose.h"
 #include "engine.h"
+#include "reads.h"
 #include "routing.h"
 
 namespace nb = nanobind;
@@ -41,6 +43,7 @@ nb::dict limits() {
     found["most_experts"] = kMostExperts;
     found["most_scores"] = kMostScores;
     found["most_threads"] = kMostThreads;
+    found["most_readers"] = kMostReaders;
     return found;
 }
 
@@ -102,5 +105,6 @@ NB_MODULE(_native, m) {
     m.def("kernel_table", &kernel_table);
     bind_experts(m);
     bind_peaks(m);
+    bind_reads(m);
     bind_routing(m);
 }

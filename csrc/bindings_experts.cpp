@@ -75,6 +75,29 @@ public:
         const nb::gil_scoped_release release;
         expert_mlp(isa_, call);
     }
+    // The rows of the pairs that ids name, to where `sum` reads those of all pairs: float32 [T, K, H].
+    void run_rows(int64_t num_threads, int64_t num_tokens, uint64_t x, int64_t x_stride, uint64_t ids, uint64_t weights,
+                  uint64_t rows) const {
+        Call call = with_ids(num_threads, num_tokens, ids);
+        if (num_tokens == 0 || call.hidden_size == 0 || call.top_k == 0) return;
+        need(x && weights && rows, "no address");
+        call.x.data = at<void>(x), call.x.stride = x_stride;
+        call.routing_weights = at<float>(weights), call.rows = at<float>(rows);
+        const nb::gil_scoped_release release;
+        expert_mlp(isa_, call);
+    }
+    // Ids outside 0..num_experts - 1 are empty slots.
+    void sum(int64_t num_threads, int64_t num_tokens, uint64_t rows, uint64_t ids, uint64_t weights, uint64_t out,
+             int64_t num_experts) const {
+        Call call = with_ids(num_threads, num_tokens, ids);
+        if (num_tokens == 0 || call.hidden_size == 0) return;
+        need(out && (call.top_k == 0 || (weights && rows)), "no address");
+        need(num_experts >= 0 && num_experts < kMostExperts, "sizes out of range");
+        call.num_experts = num_experts, call.out = at<void>(out);
+        call.routing_weights = at<float>(weights), call.rows = at<float>(rows);
+        const nb::gil_scoped_release release;
+        sum_rows(isa_, call);
+    }
     std::vector<PlanRecord> plan(int64_t num_threads, int64_t num_tokens, uint64_t ids) const {
         const Call call = with_ids(num_threads, num_tokens, ids);
         if (num_tokens == 0 || call.hidden_size == 0) return {};
@@ -270,6 +293,10 @@ void bind_experts(nb::module_& m) {
              "same_bits"_a = false, "token_block"_a = kTokenBlock, "pieces"_a = 0)
         .def("run", &ExpertMlp::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "ids_address"_a,
              "weights_address"_a, "out_address"_a)
+        .def("run_rows", &ExpertMlp::run_rows, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a,
+             "ids_address"_a, "weights_address"_a, "rows_address"_a)
+        .def("sum", &ExpertMlp::sum, "num_threads"_a, "num_tokens"_a, "rows_address"_a, "ids_address"_a,
+             "weights_address"_a, "out_address"_a, "num_experts"_a)
         .def("plan", &ExpertMlp::plan, "num_threads"_a, "num_tokens"_a, "ids_address"_a)
         .def("workspace_bytes", &ExpertMlp::workspace_bytes, "num_tokens"_a);
     nb::class_<Linear>(m, "Linear")

@@ -88,6 +88,7 @@ struct Call {
     Activation activation;
     void* out = nullptr;  // contiguous [T, H]
     Element out_dtype = Element::f32;
+    float* rows = nullptr;              // contiguous [T, K, H]: then each pair's row goes there, and no sum to `out`
     bool int8_input = false;            // rows are quantized to int8 before each product
     bool all_experts = false;           // compute every expert on every token, and sum those that were chosen
     bool same_bits = false;             // a token's bits do not depend on how many there are
@@ -226,6 +227,9 @@ extern const int kNumIsas;
 // Computes `call` with `isa`. top_k is at most kMostSlots.
 // Throws std::invalid_argument, and has written nothing, where an id names an expert that no table lists.
 void expert_mlp(const Isa& isa, const Call& call);
+// What `call` leaves to do where its rows were written to `call.rows`, maybe by several calls: the sum of each token's
+// slots.
+void sum_rows(const Isa& isa, const Call& call);
 void linear(const Isa& isa, const LinearCall& call);
 
 }  // namespace moestro

@@ -225,6 +225,7 @@ void Walk::combine(int64_t t) {
     const float* rows[kMostSlots];
     float weights[kMostSlots];
     auto* out = static_cast<uint8_t*>(call_.out);
+    if (call_.rows) return keep_rows(t);
     out += bytes_of(call_.out_dtype, (first_token_ + t) * call_.hidden_size);
     for (int64_t k = 0; k < call_.top_k; ++k) {
         const int64_t row = rows_.of_slot[t * call_.top_k + k];
@@ -232,6 +233,32 @@ void Walk::combine(int64_t t) {
         weights[k] = call_.weight_on_input ? 1.0f : call_.routing_weights[(first_token_ + t) * call_.top_k + k];
     }
     isa_.combine(rows, weights, call_.top_k, call_.hidden_size, out, call_.out_dtype);
+}
+
+void Walk::keep_rows(int64_t t) {
+    for (int64_t k = 0; k < call_.top_k; ++k) {
+        const int64_t row = rows_.of_slot[t * call_.top_k + k];
+        if (row < 0) continue;
+        float* to = call_.rows + ((first_token_ + t) * call_.top_k + k) * call_.hidden_size;
+        std::memcpy(to, y_ + row * y_stride_, static_cast<size_t>(call_.hidden_size) * sizeof(float));
+    }
+}
+
+void sum_rows(const Isa& isa, const Call& call) {
+    const ExpertIds ids(call.expert_ids, call.ids_are_64_bit, call.num_tokens * call.top_k, call.num_experts);
+    run_team(call.num_tokens * call.hidden_size <= kSmallCall ? 1 : call.num_threads, [&](int thread, int threads) {
+        share(thread, threads, call.num_tokens, [&](int64_t t) {
+            const float* rows[kMostSlots];
+            float weights[kMostSlots];
+            for (int64_t k = 0; k < call.top_k; ++k) {
+                const int64_t pair = t * call.top_k + k;
+                rows[k] = ids[pair] < 0 ? nullptr : call.rows + pair * call.hidden_size;
+                weights[k] = call.weight_on_input ? 1.0f : call.routing_weights[pair];
+            }
+            auto* out = static_cast<uint8_t*>(call.out) + bytes_of(call.out_dtype, t * call.hidden_size);
+            isa.combine(rows, weights, call.top_k, call.hidden_size, out, call.out_dtype);
+        });
+    });
 }
 
 void expert_mlp(const Isa& isa, const Call& call) {

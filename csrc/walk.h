@@ -66,6 +66,7 @@ private:
     void wait_for_h(int32_t expert);
     void quantize_h(const Active& active, int64_t first, int64_t last);
     void combine(int64_t t);
+    void keep_rows(int64_t t);
 
     // walk_dots.cpp: rows of floats or int8.
     void gate_up(const Active& active, Reader& reader, int64_t first, int64_t m, const Room& room);
