@@ -1,0 +1,287 @@
+"""A model in less memory than it needs: `--memory` beside mapped files and llama-server, while other memory is taken.
+
+python benchmarks/memory_budget.py FOLDER
+python benchmarks/memory_budget.py FOLDER --llama-server PATH --gguf FILE.gguf
+
+FOLDER is a checkpoint (examples/make_checkpoint.py makes them). First everything is in memory: mapped files, and a
+budget of all experts. Then a process locks so much memory that what is left is the model beside its experts, the budget
+and a little, so that the page cache cannot help (Linux; needs the right to lock memory): a budget of half of the
+experts, and the least one. Each case runs in a process of its own. The bound of a case is the larger of what its tokens
+read over the disk's rate, measured in the same run, and of a token's time with everything in memory. Results go to
+benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import mmap
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+import serving
+from moestro import machine
+from moestro.bench.measure import versions
+from moestro.bench.report import machine_line
+from moestro.memory.reader import Reader, Run
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT = "once upon a time"
+SLACK = 1_200_000_000
+"""Bytes that a process takes beside weights and slots: PyTorch, Transformers, workspace."""
+PATIENCE = 900
+BLOCK = 4 << 20
+
+
+@dataclass
+class Case:
+    """What one run gave.
+
+    Attributes:
+        rate: tokens a second, prompts not counted.
+        hit_rate: of generation; None without a budget.
+        read: bytes that a token of generation read from files, those of the prompt left out.
+        free: bytes that were available before the run.
+    """
+
+    name: str
+    rate: float | None = None
+    hit_rate: float | None = None
+    read: float | None = None
+    free: int | None = None
+    text: str | None = None
+    reason: str | None = None
+
+
+def available() -> int:
+    """Bytes that the system could still give."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+HOLD = """
+import ctypes, mmap, sys
+size = int(sys.argv[1])
+open("/proc/self/oom_score_adj", "w").write("-1000")
+block = mmap.mmap(-1, size)
+libc = ctypes.CDLL(None, use_errno=True)
+address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
+    sys.exit(f"mlock: error {ctypes.get_errno()}")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def taken(size: int) -> Iterator[None]:
+    """So many bytes of memory are locked by another process inside."""
+    if size <= 0:
+        yield
+        return
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(size)], **pipes)
+    try:
+        if holder.stdout.readline().strip() != "held":
+            raise RuntimeError(f"memory could not be locked: {holder.stderr.read().strip()}")
+        yield
+        if holder.poll() is not None:
+            raise RuntimeError("the system took the locked memory back: nothing of this case counts")
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def disk_rate(folder: Path, expert_bytes: int) -> float:
+    """Bytes a second of reading pieces as large as an expert from random places, past the page cache."""
+    paths = sorted(folder.glob("*.safetensors"))
+    reader, chance = Reader(), random.Random(0)
+    files = {}
+    for path in paths:
+        found = path.stat()
+        files[reader.add(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))] = found.st_size
+    size, count = expert_bytes // 4096 * 4096, 12
+    block = mmap.mmap(-1, size * count)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    rates = []
+    for _ in range(5):
+        places = [chance.choice(list(files.items())) for _ in range(count)]
+        start = time.perf_counter()
+        tickets = [
+            reader.submit(
+                [Run(file, chance.randrange((length - size) // 4096) * 4096, size, address + n * size)], "a piece"
+            )
+            for n, (file, length) in enumerate(places)
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        rates.append(size * count / (time.perf_counter() - start))
+    return median(rates)
+
+
+def by_moestro(name: str, folder: Path, tokens: int, memory: str | None) -> Case:
+    """`moestro generate`; with a budget once more for a single token, whose lookups are the prompt's."""
+    found = Case(name, free=available())
+    try:
+        said = generated(folder, tokens, memory)
+        found.rate, found.text = said["tokens_per_second"]["generated"], said["text"]
+        if memory is not None:
+            all_of_it, first = said["memory"]["decode"], generated(folder, 1, memory)["memory"]["decode"]
+            lookups, hits, read = (all_of_it[key] - first[key] for key in ("lookups", "hits", "read_bytes"))
+            found.hit_rate, found.read = hits / lookups, read / (tokens - 1)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        found.reason = str(error)
+    return found
+
+
+def generated(folder: Path, tokens: int, memory: str | None) -> dict[str, Any]:
+    """What `moestro generate --json` says."""
+    options = ["--model", str(folder), "--no-do-sample", "--max-new-tokens", str(tokens), "--json"]
+    if memory is not None:
+        options += ["--memory", memory]
+    command = [sys.executable, "-m", "moestro", "generate", PROMPT, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def by_llama(name: str, arguments: argparse.Namespace, tokens: int) -> Case:
+    """llama-server on the mapped file, after the same tokens; such a file has no tokenizer."""
+    found = Case(name, free=available())
+    prompt = AutoTokenizer.from_pretrained(arguments.folder)(PROMPT)["input_ids"]
+    threads = str(torch.get_num_threads())
+    fixed = [
+        arguments.llama_server,
+        "-m",
+        str(arguments.gguf),
+        "-np",
+        "1",
+        "-c",
+        "1024",
+        "-t",
+        threads,
+        "--no-warmup",
+        "--no-repack",
+    ]
+    server = serving.Server("llama-server", lambda port: [*fixed, "--port", str(port)])
+    try:
+        stream = serving.take_turn(server, lambda port, pid: serving.ask(port, prompt, tokens))
+        found.rate, found.text = (stream.tokens - 1) / stream.rest, stream.text
+    except (RuntimeError, OSError, TimeoutError) as error:
+        found.reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    return found
+
+
+def plan(folder: Path) -> dict[str, Any]:
+    """What the model's experts take, by a run of a token that has memory for all."""
+    whole = str(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    return dict(generated(folder, 1, whole)["memory"])
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All cases."""
+    folder, tokens = arguments.folder, arguments.tokens
+    sizes = plan(folder)
+    print(json.dumps({name: sizes[name] for name in ("expert_bytes", "cycle_bytes", "least_bytes")}), flush=True)
+    rest = sum(path.stat().st_size for path in folder.glob("*.safetensors")) - sizes["expert_bytes"]
+    an_expert = sizes["cycle_bytes"] // max(1, len(sizes["layers"])) // arguments.top_k
+    rates, cases = [disk_rate(folder, an_expert)], []
+
+    def keep(case: Case) -> Case:
+        print(asdict(case), flush=True)
+        cases.append(case)
+        return case
+
+    whole = str(sizes["expert_bytes"])
+    for _ in range(arguments.rounds):
+        keep(by_moestro("all in memory: mapped files", folder, 4 * tokens, None))
+        keep(by_moestro("all in memory: a budget of all", folder, 4 * tokens, whole))
+    for name, budget in (("half", sizes["expert_bytes"] // 2), ("least", sizes["least_bytes"])):
+        ballast = available() - rest - budget - SLACK
+        for _ in range(arguments.rounds):
+            with taken(ballast):
+                keep(by_moestro(f"{name}: a budget", folder, 2 * tokens, str(budget)))
+                rates.append(disk_rate(folder, an_expert))
+            with taken(ballast):
+                keep(by_moestro(f"{name}: mapped files", folder, tokens, None))
+            if arguments.llama_server:
+                with taken(ballast):
+                    keep(by_llama(f"{name}: llama-server", arguments, tokens))
+    return {"sizes": {k: v for k, v in sizes.items() if k != "layers"}, "disk": median(rates), "rows": cases}
+
+
+def table(found: dict[str, Any]) -> str:
+    """A row a case, medians."""
+    by_name: dict[str, list[Case]] = {}
+    for case in found["rows"]:
+        by_name.setdefault(case.name, []).append(case)
+    first = next(iter(by_name.values()))
+    base = median([case.rate for case in first if case.rate] or [float("nan")])
+    every, token = (found["sizes"][name] / 1e9 for name in ("expert_bytes", "cycle_bytes"))
+    lines = [
+        f"The disk reads {found['disk'] / 1e9:.2f} GB/s. Experts: {every:.1f} GB, those of a token {token:.2f} GB.",
+        "",
+        "| | tokens/s | hits | read a token, GB | of the bound | same text |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for name, runs in by_name.items():
+        rates = [case.rate for case in runs if case.rate]
+        if not rates:
+            lines.append(f"| {name} | {runs[0].reason} | | | | |")
+            continue
+        rate, hits, read, bound, same = median(rates), "", "", "", ""
+        if runs[0].hit_rate is not None:
+            mean = median(case.read for case in runs)
+            hits, read = f"{median(case.hit_rate for case in runs):.1%}", f"{mean / 1e9:.2f}"
+            bound = f"{rate * max(mean / found['disk'], 1 / base):.0%}"
+        if runs[0].text is not None:
+            shorter = [(case.text, first[0].text) for case in runs]
+            same = "yes" if all(one[: len(other)] == other[: len(one)] for one, other in shorter) else "no"
+        lines.append(f"| {name} | {rate:.2f} | {hits} | {read} | {bound} | {same} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what the module says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--llama-server", help="The program.")
+    parser.add_argument("--gguf", type=Path, help="What it serves.")
+    parser.add_argument("--tokens", type=int, default=8, help="New tokens of the slowest cases.")
+    parser.add_argument("--top-k", type=int, default=4, help="Experts of a token in a layer.")
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    Path("/proc/self/oom_score_adj").write_text("500")  # of all, what is measured is to go first
+    found = run(arguments)
+    about = {**machine.describe(), "device": "cpu"}
+    date = datetime.datetime.now(datetime.UTC)
+    report = {
+        "command": " ".join(["python benchmarks/memory_budget.py", *sys.argv[1:]]),
+        "date": date.isoformat(timespec="seconds"),
+        "versions": versions(),
+        **found,
+        "rows": [asdict(case) for case in found["rows"]],
+    }
+    target = RESULTS / f"{date:%Y-%m-%d}-memory-{arguments.folder.name}"
+    target.with_suffix(".json").write_text(json.dumps({"machine": about, **report}, indent=1) + "\n")
+    page = f"{machine_line(about)}\n`{report['command']}`, medians.\n\n{table(found)}\n"
+    target.with_suffix(".md").write_text(f"# Experts of {arguments.folder.name} within a memory budget\n\n{page}")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

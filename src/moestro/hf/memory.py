@@ -1,0 +1,171 @@
+"""A model's experts within a memory budget: where a checkpoint has each of them, and what reads them from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from moestro.checkpoint import Checkpoint
+from moestro.errors import MoestroError, unsupported
+from moestro.formats import StoredExperts, WeightFormat
+from moestro.hf.models import routed_experts_of
+from moestro.hf.store import ExpertStore, Recipe, Stored
+from moestro.memory.amounts import shown_bytes
+from moestro.memory.budget import MemoryBudget
+from moestro.memory.experts import ExpertMemory, LayerPlan
+from moestro.memory.reader import Reader
+from moestro.memory.sizes import LayerSize
+from moestro.memory.slots import SlotTensor, Source
+
+OPERATION = "load"
+
+
+def expert_memory(model: nn.Module) -> ExpertMemory | None:
+    """The memory of a model that was loaded with `memory=`; None of others."""
+    for module in model.modules():
+        if isinstance(module, ExpertStore) and module.memory is not None:
+            return module.memory.memory
+    return None
+
+
+def memory_line(model: nn.Module) -> str | None:
+    """In one line what a model with a memory budget takes: its experts' slots, and the rest of its weights."""
+    memory = expert_memory(model)
+    if memory is None:
+        return None
+    rest = sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    biases = sum(pool.bias_bytes for pool in memory.pools)
+    own = f"{shown_bytes(rest + biases)} beside the experts, keys and values and workspace not counted"
+    return f"{memory}; {own}"
+
+
+def check_memory(
+    layers: Sequence[Stored], targets: Mapping[str, WeightFormat], checkpoint: Checkpoint, cut: bool
+) -> None:
+    """Refuse experts that cannot be computed as their files have them, before any weight is read."""
+    if cut:
+        raise _refused("a mesh", "one process", "Leave device out, or load without memory=.")
+    for recipe in (recipe for stored in layers for recipe in stored.recipes):
+        wanted = targets[recipe.target]
+        if wanted != recipe.format:
+            raise _refused(
+                f"format {wanted.name!r} for {recipe.target}, which is stored as {recipe.format.name}",
+                "experts in the format in which their files have them",
+                f"Write them so first: moestro quantize FOLDER OUT --format {wanted.name}; then load OUT.",
+            )
+        for name in recipe.names:
+            if not checkpoint.entry(name).is_aligned:
+                raise _refused(
+                    f"{name} at an address that its dtype does not allow",
+                    "tensors that can be used where they are",
+                    "Save the model again with save_pretrained.",
+                )
+
+
+def plan_memory(
+    layers: Sequence[tuple[str, Stored]], checkpoint: Checkpoint, config: Any, budget: MemoryBudget
+) -> ExpertMemory:
+    """The slots of a model's expert layers, none of which is filled.
+
+    Raises:
+        InvalidInputError: a budget below the least that works.
+    """
+    reader = Reader(budget.threads)
+    identities = checkpoint.identities
+    used = {checkpoint.entry(name).file for _, stored in layers for r in stored.recipes for name in r.names}
+    files = {path: reader.add(path, identities[path]) for path in checkpoint.files if path in used}
+    top_k = routed_experts_of(config)
+    return ExpertMemory([_plan(name, stored, checkpoint, files, top_k) for name, stored in layers], budget, reader)
+
+
+def keep_in_memory(model: nn.Module) -> None:
+    """Copy the weights beside the experts, which Transformers may have left as views of the files."""
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        tensor.data = tensor.data.clone()
+
+
+def _plan(name: str, stored: Stored, checkpoint: Checkpoint, files: Mapping[Path, int], top_k: int) -> LayerPlan:
+    tensors, sources = [], []
+    num_experts = stored.projections.num_experts
+    for recipe in stored.recipes:
+        for names in (names for part in recipe.parts for names in part.values()):
+            entries = [checkpoint.entry(each) for each in names]
+            shape = entries[0].shape if _is_unstacked(recipe, names) else _of_one(recipe, entries[0].shape)
+            tensors.append(SlotTensor(entries[0].dtype, shape))
+            sources.append(Source(tuple((files[e.file], e.start) for e in entries), tensors[-1].nbytes))
+    first, last = stored.recipes
+
+    def build(stacks: Sequence[Tensor]) -> tuple[StoredExperts, StoredExperts]:
+        own = sum(len(part) for part in first.parts)
+        return _on_slots(first, stacks[:own]), _on_slots(last, stacks[own:])
+
+    size = LayerSize(
+        num_experts, min(top_k, num_experts), sum(t.nbytes for t in tensors), pool_key=repr((tensors, _kinds(stored)))
+    )
+    return LayerPlan(name, size, tuple(tensors), tuple(sources), build)
+
+
+def _kinds(stored: Stored) -> list[Any]:
+    """All of a layer's recipes but names, of which two layers with the same may share slots."""
+    return [
+        (
+            (recipe.shape[1:], recipe.format.name, recipe.unstacked),
+            recipe.projection and (recipe.projection.transposed, recipe.projection.flat),
+            [[(kind, _is_unstacked(recipe, names)) for kind, names in part.items()] for part in recipe.parts],
+        )
+        for recipe in stored.recipes
+    ]
+
+
+def _is_unstacked(recipe: Recipe, names: Sequence[str]) -> bool:
+    return len(names) > 1 or recipe.unstacked
+
+
+def _of_one(recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one expert's part of a stack."""
+    experts = recipe.shape[0]
+    return shape[1:] if shape[0] == experts else (shape[0] // experts, *shape[1:])
+
+
+def _on_slots(recipe: Recipe, stacks: Sequence[Tensor]) -> StoredExperts:
+    """The same recipe, of slots instead of experts."""
+    num_slots = stacks[0].shape[0]
+    tensors: dict[str, Tensor] = {}
+    parts: list[dict[str, tuple[str, ...]]] = []
+    remaining = iter(stacks)
+    for part in recipe.parts:
+        names: dict[str, tuple[str, ...]] = {}
+        for kind, own in part.items():
+            stack, stem = next(remaining), f"{len(parts)}.{kind}"
+            if _is_unstacked(recipe, own):
+                names[kind] = tuple(f"{stem}.{slot}" for slot in range(num_slots))
+                tensors |= dict(zip(names[kind], stack.unbind(), strict=True))
+            else:
+                flat = recipe.projection is not None and recipe.projection.flat and recipe.format.is_dense
+                names[kind] = (stem,)
+                tensors[stem] = stack.flatten(0, 1) if flat else stack
+        parts.append(names)
+    return replace(recipe, shape=(num_slots, *recipe.shape[1:]), parts=tuple(parts)).build(tensors)
+
+
+def _refused(got: str, needs: str, fix: str) -> MoestroError:
+    return unsupported(OPERATION, got=f"memory= and {got}", needs=needs, fix=fix)
+
+
+def hits_line(model: nn.Module) -> str | None:
+    """In one line how many experts of those that were asked for were there; None of a model without a budget."""
+    memory = expert_memory(model)
+    if memory is None:
+        return None
+    told = memory.statistics()
+    parts = [
+        f"{name} {part['hit_rate']:.1%} of {part['lookups']:,} lookups hit"
+        for name, part in (("prompt", told["prompt"]), ("generation", told["decode"]))
+        if part["lookups"]
+    ]
+    read = f"{shown_bytes(told['bytes_from_files'])} read, {told['seconds_waiting']:.1f} s waited for"
+    return ", ".join([*parts, read])
