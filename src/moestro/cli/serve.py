@@ -1,0 +1,147 @@
+"""`moestro serve`: arguments in, an endpoint up; the work is in `moestro.serve`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moestro.cli import options
+from moestro.cli.refusal import refusals
+from moestro.cli.sizes import parse_bytes
+from moestro.errors import invalid_input, unsupported
+
+if TYPE_CHECKING:
+    from moestro.hf.text_model import TextModel
+    from moestro.serve.service import Service
+
+OPERATION = "serve"
+_LONGEST_GRACE = 86400
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A local folder or a hub id; else the bundled model.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any that is free.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; else its folder's name.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Keys that open it, separated by commas; else MOESTRO_API_KEY's.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Requests that are computed together.", min=1)] = 1,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; others get 429.", min=0)] = 64,
+    max_body: Annotated[str, typer.Option(help="The largest body of a request.")] = "4MiB",
+    prefix_memory: Annotated[str, typer.Option(help="For keys and values of earlier prompts; 0 for none.")] = "1GiB",
+    kv_memory: Annotated[
+        str | None, typer.Option(help="For keys and values of running requests; else what their contexts take.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Of a request that does not say.", min=1)] = 1024,
+    grace: Annotated[float, typer.Option(help="Seconds that requests may take when it stops.", min=0)] = 10.0,
+    dtype: options.Dtype = "auto",
+    format: options.Format = None,
+    input_format: options.InputFormat = "float",
+    projections: options.Projections = False,
+    device: options.Device = "cpu",
+    strategy: options.Strategy = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tell each request on stderr.")] = False,
+) -> None:
+    """Serve a Mixture-of-Experts language model to OpenAI's clients: chat, completions and responses.
+
+    It serves until SIGINT or SIGTERM, lets requests end for --grace seconds and exits with 0; a second signal ends it
+    at once. What cannot be done (no model, no free port, an option out of range) ends with one line and exit code 2.
+    """
+    with refusals():
+        _check_installed()
+        from moestro.hf import MoestroConfig
+        from moestro.hf.text_model import load_text_model, quiet_transformers
+        from moestro.serve.engine import Engine
+        from moestro.serve.metrics import Loads, Metrics
+        from moestro.serve.server import Server, listen
+        from moestro.serve.service import Limits, Service
+
+        keys = read_keys(api_key)
+        _check_grace(grace)
+        limits = Limits(parse_bytes(OPERATION, "--max-body", max_body), max_new_tokens=max_new_tokens, grace=grace)
+        prefix_bytes = parse_bytes(OPERATION, "--prefix-memory", prefix_memory)
+        kv_bytes = None if kv_memory is None else parse_bytes(OPERATION, "--kv-memory", kv_memory)
+        with listen(host, port) as address:
+            with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
+                how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
+                text_model = load_text_model(model, dtype, device, strategy, None, how)
+            loads = Loads(text_model.model.get_submodule(layer.path) for layer in text_model.served)
+            with quiet_transformers(), loads.watched():
+                engine = Engine(text_model, batch, max_waiting, prefix_bytes, kv_bytes)
+                service = Service(text_model, engine, name or _name(text_model), limits, Metrics(loads))
+                server = Server(service, keys, verbose)
+                address.listen()  # from here on clients are heard, and answered once the server runs
+                typer.echo("\n".join(_said(service, address.getsockname(), keys)))
+                sys.stdout.flush()
+                server.run(sockets=[address])
+        if server.force_exit:
+            raise typer.Exit(1)  # the engine's thread ends with the process
+        service.close()
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import llguidance  # noqa: F401
+        import openai  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise unsupported(
+            OPERATION,
+            got=f"an installation without {error.name}",
+            needs="fastapi, llguidance, openai, prometheus-client and uvicorn",
+            fix='Install them: pip install "moestro[serve]".',
+        ) from None
+
+
+def _check_grace(grace: float) -> None:
+    if grace > _LONGEST_GRACE:
+        needs = f"seconds from 0 to {_LONGEST_GRACE}, a day"
+        raise invalid_input(OPERATION, got=f"--grace {grace:g}", needs=needs, fix="Change it.")
+
+
+def read_keys(given: str | None) -> list[str]:
+    """The keys of a list with commas, or else of the environment."""
+    from moestro.settings import api_keys
+
+    text = api_keys() if given is None else given
+    keys = [key.strip() for key in (text or "").split(",")]
+    if text is not None and not all(keys):
+        raise invalid_input(
+            OPERATION,
+            got="an API key that is empty",
+            needs="keys of at least one character, separated by commas",
+            fix="Write one, or leave --api-key and MOESTRO_API_KEY out.",
+        )
+    return keys if text is not None else []
+
+
+def _name(text_model: TextModel) -> str:
+    """The folder's name, or the hub id."""
+    path = PurePath(text_model.name)
+    return path.name if path.is_absolute() or len(path.parts) != 2 or text_model.name.startswith(".") else str(path)
+
+
+def _said(service: Service, address: Any, keys: list[str]) -> list[str]:
+    """Where it listens, what it serves by what, and how to ask it."""
+    host, port = address[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    served, dtype = service.text_model.served, str(service.text_model.model.dtype).removeprefix("torch.")
+    ran = ", ".join(sorted(service.metrics.loads.implementations))
+    stored = "".join(f", experts {layout}" for layout in sorted({layer.layout for layer in served if layer.stored}))
+    header = ' -H "Authorization: Bearer $MOESTRO_API_KEY"' if keys else ""
+    lines = [
+        f"{url}/v1 serves {service.name}: {len(served)} expert layers by {ran}, {dtype}{stored}",
+        f"curl {url}/v1/completions{header} -H 'Content-Type: application/json' "
+        """-d '{"prompt": "def fibonacci(n):", "max_tokens": 32}'""",
+    ]
+    if service.engine.reused is not None:
+        lines.append(f"No prompt reuses what an earlier one began with: that needs {service.engine.reused}.")
+    if not keys and host not in ("127.0.0.1", "::1"):
+        lines.append(f"Warning: everyone who reaches {url} can use it. --api-key asks for a key.")
+    return lines

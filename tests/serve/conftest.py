@@ -1,0 +1,38 @@
+"""The endpoint with the bundled model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from endpoint import Endpoint, serving
+from moestro.hf.text_model import TextModel, load_text_model, quiet_transformers
+from moestro.serve.engine import Engine
+from moestro.serve.metrics import Loads, Metrics
+from moestro.serve.service import Limits, Service
+
+NAME = "bundled"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def text_model() -> TextModel:
+    with quiet_transformers():
+        found = load_text_model()
+    found.tokenizer.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="session")
+def endpoint(text_model: TextModel) -> Iterator[Endpoint]:
+    loads = Loads(text_model.model.get_submodule(layer.path) for layer in text_model.served)
+    with loads.watched():
+        engine = Engine(text_model)
+    service = Service(text_model, engine, NAME, Limits(max_body=1 << 16), Metrics(loads))
+    with serving(service) as found:
+        yield found
+    service.close()
