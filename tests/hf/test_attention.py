@@ -1,0 +1,138 @@
+"""Attention with sinks, fused on a CPU: what the models' own eager function gives, and that function for all else."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import moestro
+import zoo
+from architectures import relative_error
+from hf.models import built
+from moestro.hf.attention import FUSED, SINK_FAMILIES, attend
+
+LENGTH = 300
+"""Tokens of a prompt: more than any tiny model's window."""
+
+
+@pytest.fixture(params=SINK_FAMILIES, scope="module")
+def model(request):
+    found = built(request.param).eval()
+    for module in found.modules():
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            nn.init.normal_(module.sinks)
+    return found
+
+
+def answers(model):
+    """Logits of a prompt, of one with padding on the left and of tokens one by one."""
+    ids = torch.randint(3, 20, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    seen = torch.ones_like(ids)
+    seen[0, :17] = 0
+    with torch.no_grad():
+        steps = model.generate(
+            ids[:1, :20], max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        return (
+            model(input_ids=ids).logits,
+            model(input_ids=ids, attention_mask=seen).logits[seen.bool()],
+            torch.stack(steps.logits),
+        )
+
+
+def test_fused_is_eager(model):
+    model.set_attn_implementation("eager")
+    wanted = answers(model)
+    moestro.accelerate(model)
+    assert model.config._attn_implementation == FUSED
+    calls = []
+    module = next(m for m in model.modules() if hasattr(m, "sinks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[type(module).__module__], "eager_attention_forward", lambda *a, **k: calls.append(1))
+        found = answers(model)
+    assert not calls
+    assert max(relative_error(*pair) for pair in zip(found, wanted, strict=True)) < 2e-6
+
+
+def test_gradients_and_attention_weights_are_the_models_own(model):
+    moestro.accelerate(model)
+    ids = torch.arange(3, 19)[None]
+    sinks = next(m.sinks for m in model.modules() if isinstance(getattr(m, "sinks", None), nn.Parameter))
+
+    def gradient(name):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        model(input_ids=ids).logits.square().mean().backward()
+        return sinks.grad.clone()
+
+    assert relative_error(gradient(FUSED), gradient("eager")) < 1e-6
+    model.set_attn_implementation(FUSED)
+    module = next(m for m in model.modules() if hasattr(m, "sinks"))
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    module.num_key_value_groups, before = 2, module.num_key_value_groups
+    module.sinks, sinks = nn.Parameter(torch.randn(4)), module.sinks
+    try:
+        with torch.no_grad():
+            fused, none = attend(module, query, key, key, None, 0.3)
+            same, weights = attend(module, query, key, key, None, 0.3, output_attentions=True)
+    finally:
+        module.num_key_value_groups, module.sinks = before, sinks
+    assert none is None
+    assert weights.shape == (1, 4, 5, 5)
+    assert torch.equal(weights.triu(1), torch.zeros_like(weights))
+    assert relative_error(fused, same) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float64])
+def test_masks_of_other_dtypes(dtype, kind):
+    torch.manual_seed(0)
+    module = built("gpt_oss").model.layers[0].self_attn
+    module.num_key_value_groups, module.sinks = 2, nn.Parameter(torch.randn(4).to(dtype))
+    query, key, value = (torch.randn(2, heads, 70, 8).to(dtype) for heads in (4, 2, 2))
+    seen = torch.rand(2, 1, 70, 70) > 0.3
+    added = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    given = seen if kind is torch.bool else torch.zeros(seen.shape, dtype=kind).masked_fill_(~seen, -1e4)
+    with torch.no_grad():
+        found = attend(module, query, key, value, given, 0.3)[0]
+        wanted = attend(
+            module, query.double(), key.double(), value.double(), added.double(), 0.3, output_attentions=True
+        )
+    assert found.dtype == dtype
+    assert relative_error(found.double(), wanted[0]) < (1e-12 if dtype is torch.float64 else 2e-2)
+
+
+def test_a_configuration_that_asks_for_weights_stays_eager():
+    model = built("gpt_oss")
+    model.config.output_attentions = True
+    assert moestro.accelerate(model).config._attn_implementation == "eager"
+    assert model(input_ids=torch.arange(3, 9)[None]).attentions[0].shape[-1] == 6
+
+
+def test_bfloat16_is_nearer_to_float32_than_eager():
+    model = built("gpt_oss").eval()
+    wanted = answers(model)[0]
+    zoo.to_bfloat16(model)
+    eager = answers(model)[0]
+    moestro.accelerate(model)
+    assert relative_error(answers(model)[0].float(), wanted) < 1.5 * relative_error(eager.float(), wanted) + 1e-3
+
+
+def test_other_choices_and_other_models_stay():
+    other = built("qwen3_moe")
+    before = other.config._attn_implementation
+    assert moestro.accelerate(other).config._attn_implementation == before != FUSED
+    sinks = built("gpt_oss")
+    sinks.config._attn_implementation = "flex_attention"
+    assert moestro.accelerate(sinks).config._attn_implementation == "flex_attention"
+
+
+def test_a_saved_model_does_not_name_it(tmp_path):
+    model = moestro.accelerate(built("gpt_oss"))
+    model.save_pretrained(tmp_path)
+    assert FUSED not in (tmp_path / "config.json").read_text()
+    loaded = moestro.load(tmp_path)
+    assert loaded.config._attn_implementation == FUSED
