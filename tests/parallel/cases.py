@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moestro
 from moestro import MoE, Routing
@@ -24,8 +24,8 @@ from moestro.parallel import (
     make_mesh,
     parallelize,
 )
-from moestro.parallel.guard import Peers
-from moestro.parallel.mesh import mesh_place, ranks_along
+from moestro.parallel.guard import Peers, job_timeout
+from moestro.parallel.mesh import mesh_place, ranks_along, timeout_of
 from moestro.tolerances import disagreement
 from moestro.types import EMPTY, GPT_OSS_SWIGLU, SWIGLU
 
@@ -124,8 +124,8 @@ def joined(routings):
 mesh_of = cache(make_mesh)
 
 
-def cut(case, experts, router=None):
-    mesh = mesh_of(*case.mesh)
+def cut(case, experts, router=None, mesh=None):
+    mesh = mesh_of(*case.mesh) if mesh is None else mesh
     layer = MoE(FixedRouter(case.num_experts) if router is None else router, experts)
     placement = None if case.placement is None else Placement(case.num_experts, case.placement)
     return mesh, parallelize(layer, mesh, DISPATCHERS[case.dispatcher], placement)
@@ -140,10 +140,14 @@ def place_of(case, mesh):
 
 
 @torch.no_grad()
-def compare(case, repeats=1):
-    """How this rank's output differs from one device's on the whole batch: a sentence, or None; and whether any bit."""
+def compare(case, repeats=1, ranks=None):
+    """How this rank's output differs from one device's on the whole batch: a sentence, or None; and whether any bit.
+
+    `ranks` [dp, ep, tp] are the mesh's where `make_mesh` is not to number them.
+    """
     whole, batches, routings = build(case)
-    mesh, layer = cut(case, whole)
+    mesh = None if ranks is None else DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "ep", "tp"))
+    mesh, layer = cut(case, whole, mesh=mesh)
     number, group = place_of(case, mesh)
     reference = whole(torch.cat([batches[i] for i in group]), joined([routings[i] for i in group]))
     start = sum(len(batches[i]) for i in group if i < number)
@@ -152,6 +156,12 @@ def compare(case, repeats=1):
     found = [layer(batches[number]) for _ in range(repeats)]
     same = all(torch.equal(found[0], y) for y in found)
     return disagreement(found[0], expected), torch.equal(found[0], expected) and same
+
+
+def compare_by(implementation, case, repeats):
+    """`compare` where all experts are computed by one implementation."""
+    with moestro.use(implementation=implementation):
+        return compare(case, repeats)
 
 
 @torch.no_grad()
@@ -241,6 +251,68 @@ def sliced(case, exact):
     return disagreement(y, expected), torch.equal(y, expected)
 
 
+@torch.no_grad()
+def kept_pairs(case):
+    """How many pairs this rank computes of a batch, and the ids of its own tokens."""
+    whole, batches, routings = build(case)
+    mesh, layer = cut(case, whole)
+    number, _ = place_of(case, mesh)
+    _, local, _ = layer.dispatcher.dispatch(batches[number], routings[number])
+    return int((local.expert_ids >= 0).sum())
+
+
+@torch.no_grad()
+def another_batch(case, what, shared=False):
+    """Rank 1 has other tokens than the ranks that it should have the same as: fewer, or routed otherwise."""
+    whole, batches, routings = build(case)
+    mesh, layer = cut(case, whole)
+    if shared:
+        layer.dispatcher = SlicedDispatcher(layer.dispatcher, Peers.of(ranks_along(mesh, "ep")), "a layer")
+    x, routing = batches[0], routings[0]
+    ids = routing.expert_ids
+    if what == "ids":  # at any call
+        layer.router.routing = routing
+        assert all(torch.equal(layer(x), layer(x)) for _ in range(2))
+    if dist.get_rank() == 1 and what == "size":
+        x, ids = x[1:], ids[1:]
+    if dist.get_rank() == 1 and what == "ids":
+        ids = ids.clone()
+        ids[3] = ids[3].flip(0)
+    layer.router.routing = Routing(ids, routing.routing_weights[: len(ids)])
+    return layer(x).shape
+
+
+@torch.no_grad()
+def fewer_later():
+    """Rank 1 has a token less than before; the others have as many."""
+    world = dist.get_world_size()
+    whole, batches, routings = build(Layer((1, world, 1), dispatcher="all-reduce"))
+    layer = parallelize(MoE(FixedRouter(8), whole), mesh_of(1, world, 1), AllReduceDispatcher, timeout=4.0)
+    x, layer.router.routing = batches[0], routings[0]
+    layer(x)
+    if dist.get_rank() == 1:
+        ids, weights = (t[1:] for t in (routings[0].expert_ids, routings[0].routing_weights))
+        x, layer.router.routing = x[1:], Routing(ids, weights)
+    return layer(x).shape
+
+
+def other_options():
+    """One rank wants each slot back, the others sums."""
+    dispatcher = "exact" if dist.get_rank() == 1 else "all-to-all"
+    return compare(Layer((1, dist.get_world_size(), 1), dispatcher=dispatcher))
+
+
+def falling():
+    mesh = DeviceMesh("cpu", [2, 1, 0], mesh_dim_names=("ep",))
+    return parallelize(MoE(FixedRouter(8), build(Layer())[0]), mesh)
+
+
+def timeouts():
+    """Of a mesh, and of one that was made otherwise afterwards."""
+    mesh = make_mesh(ep=dist.get_world_size(), timeout=77.0)
+    return timeout_of(mesh), job_timeout(), timeout_of(init_device_mesh("cpu", (3,), mesh_dim_names=("ep",)))
+
+
 def fp8_rows():
     """Rows of an 8-bit float, which gloo does not send as such, to the next rank."""
     peers = Peers.of(range(dist.get_world_size()))
@@ -326,6 +398,14 @@ def failing(dispatcher, when, how, timeout):
 def alone():
     """A group that only this rank makes."""
     return Peers.of(range(dist.get_world_size()), 1.0).size
+
+
+def agreements(number):
+    """How many agreements all ranks have come to."""
+    peers = Peers.of(range(dist.get_world_size()))
+    for i in range(number):
+        peers.agree({"a number": i}, "a test", "")
+    return number
 
 
 def refused():

@@ -27,8 +27,8 @@ def fresh():
     """Makes groups that a test may break."""
     made: list[Ranks] = []
 
-    def of(world: int) -> Ranks:
-        made.append(Ranks(world))
+    def of(world: int, backend: str | None = "gloo") -> Ranks:
+        made.append(Ranks(world, backend))
         return made[-1]
 
     yield of

@@ -18,16 +18,16 @@ PRELOADED = ["torch", "torch._inductor.config", "moestro.hf", "transformers.mode
 
 
 class Ranks:
-    """Processes 0..world-1 in one gloo group, with one thread each. The store is kept here, as torchrun does it."""
+    """Processes 0..world-1 in one group, with one thread each. The store is kept here, as torchrun does it."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, backend: str | None = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False)
         self.world, self.processes, self.pipes = world, [], []
         for rank in range(world):
             mine, other = context.Pipe()
-            arguments = (rank, world, self.store.port, other)
+            arguments = (rank, world, self.store.port, other, backend)
             self.processes.append(context.Process(target=serve, args=arguments, daemon=True))
             self.processes[-1].start()
             other.close()
@@ -58,13 +58,13 @@ class Ranks:
                 process.kill()
 
 
-def serve(rank, world, port, pipe):
+def serve(rank, world, port, pipe, backend):
     """The life of a rank: run what comes through the pipe until None does."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:

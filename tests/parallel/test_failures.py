@@ -43,6 +43,81 @@ def test_ranks_that_send_other_rows(group):
         assert '"torch.float16" on rank 1' in said
 
 
+SAME = {
+    "all-reduce": (Layer((1, 3, 1), dispatcher="all-reduce"), False, "AllReduceDispatcher"),
+    "slices of experts": (Layer((1, 1, 3), intermediate_size=96), False, "AllToAllDispatcher"),
+    "slices of experts, gathered": (
+        Layer((1, 1, 3), intermediate_size=96, dispatcher="all-gather"),
+        False,
+        "AllGather",
+    ),
+    "slices of the batch": (Layer((1, 3, 1)), True, "SlicedDispatcher"),
+    "exact slices of the batch": (Layer((1, 3, 1), dispatcher="exact"), True, "SlicedDispatcher"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize(
+    ("what", "got"),
+    [
+        ("size", "different number of tokens: 13 on ranks 0, 2, 12 on rank 1"),
+        ("ids", r'different experts chosen for the same tokens \(digest\): "\w{16}" on ranks 0, 2, "\w{16}" on rank 1'),
+    ],
+)
+def test_ranks_that_should_have_the_same_tokens(group, name, what, got):
+    case, shared, operation = SAME[name]
+    for said in group(3).run(cases.another_batch, case, what, shared):
+        assert said.startswith(f"CollectiveError: [{operation}"), said
+        assert re.search(got, parts(said)["got"]), said
+        assert parts(said)["fix"].startswith("Give every rank of the group the same batch")
+        assert ("the same kind of processor" in parts(said)["fix"]) is (what == "ids")
+
+
+def test_a_rank_whose_number_of_tokens_alone_changes(fresh):
+    """Of four: it waits for three others, of whom each waits 2 s for it."""
+    first, other, *rest = fresh(4).run(cases.fewer_later)
+    for said in (first, *rest):
+        assert parts(said)["operation"] == "all-reduce of rows", said
+        assert parts(said)["got"] == "rank 1 at AllReduceDispatcher with 12 tokens"
+    assert parts(other)["got"] == "; ".join(f"rank {i} at all-reduce of rows" for i in (0, 2, 3))
+
+
+def test_ranks_with_other_options(fresh):
+    """At the first call, and where the group has agreed on both before."""
+    ranks = fresh(3)
+    for got in ("option", "exact"):
+        for said in ranks.run(cases.other_options):
+            assert said.startswith("CollectiveError: [AllToAllDispatcher] "), said
+            assert parts(said)["got"] == f"different {got}: false on ranks 0, 2, true on rank 1"
+        for dispatcher in ("exact", "all-to-all"):
+            assert [said for said, _ in ranks.run(cases.compare, Layer((1, 3, 1), dispatcher=dispatcher))] == [None] * 3
+
+
+def test_agreements_leave_the_store_as_large_as_it_was(fresh):
+    ranks, sizes = fresh(2), []
+    for number in (3, 50):
+        assert ranks.run(cases.agreements, number) == [number] * 2
+        sizes.append(ranks.store.num_keys())
+    assert sizes[0] == sizes[1]
+
+
+def test_the_timeout_of_a_mesh_is_that_of_the_job(fresh):
+    assert fresh(3).run(cases.timeouts) == [(77.0, 77.0, 77.0)] * 3
+
+
+def test_the_backend_that_pytorch_chooses(fresh):
+    """init_process_group() without one: for CPUs it is gloo, and called "undefined"."""
+    ranks = fresh(3, None)
+    for dispatcher in ("all-to-all", "all-gather", "all-reduce"):
+        found = ranks.run(cases.compare, Layer((1, 3, 1), 7, 3, 32, 32, dispatcher=dispatcher))
+        assert [said for said, _ in found] == [None] * 3
+    first, dead, last = ranks.run(cases.failing, "all-gather", "inside", "killed", 30.0)
+    assert dead == "dead"
+    for said, took, _ in (first, last):
+        assert parts(said)["got"] == "no answer from rank 1", said
+        assert took < 30
+
+
 @pytest.mark.parametrize("dispatcher", ["all-to-all", "all-gather", "all-reduce"])
 @pytest.mark.parametrize("when", ["before", "inside", "after"])
 def test_a_killed_rank_is_named(fresh, dispatcher, when):
@@ -83,6 +158,7 @@ REFUSED = {
     "groups": (cases.few_groups, "intermediate_size 64 in mxfp4, to be cut into 3 slices", "at most 2 slices"),
     "exact": (cases.exact_slices, "exact=True and experts that are cut along I", "whole experts"),
     "tokens": (cases.too_many, "41 tokens", "at most num_tokens=40"),
+    "falling ranks": (cases.falling, "a mesh of ranks [2, 1, 0], which fall along ep", "ranks that rise"),
     "names": (cases.other_names, "a mesh with dimensions rows", "dimensions among dp, ep, tp"),
 }
 

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 import moestro
@@ -127,6 +130,62 @@ def test_accelerate_leaves_experts_cut(group, made):
     found = group(2).run(models.accelerated_otherwise, folder)
     same([each[:3] for each in found], models.loaded(folder, 0, 0), share=2)
     assert all(each[3] == {"blockwise-8"} for each in found)
+
+
+def test_ranks_that_are_given_other_tokens(group, made):
+    for said in group(2).run(models.other_tokens, made.wide()):
+        assert said.startswith("CollectiveError: [first call] got different "), said
+        assert "Give every rank of the group the same batch" in said
+
+
+def test_tokens_by_name_and_by_position_are_the_same(group, made):
+    first, second = group(2).run(models.passed_otherwise, made.wide())
+    assert torch.equal(first, second)
+
+
+def test_a_model_and_its_copy_compare_their_first_calls(group, made):
+    assert group(2).run(models.copied, made.wide()) == [([1, 1, 2, 2], True)] * 2
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_ranks_sample_the_same_tokens(group, seeded):
+    first, other = group(2).run(models.generated, [PROMPT, PROMPT], seeded)
+    assert first == other
+    assert (first[0] == first[1]) is seeded
+
+
+def test_ranks_with_other_prompts(group):
+    for said in group(2).run(models.generated, [PROMPT, PROMPT.replace("x", "y")], False):
+        assert said.startswith("CollectiveError: [generate] got different prompt: "), said
+
+
+def test_the_timeout_of_the_mesh_arrives_in_every_layer(fresh, made):
+    for loaded, called in fresh(2).run(models.timeouts, made.wide()):
+        assert loaded == called == {88.0}
+
+
+def test_an_error_names_the_layer_of_dense_experts(fresh, made):
+    for said in fresh(2).run(models.layer_names, made.wide()):
+        assert "expert layer 1 (Qwen3MoeExperts)" in said
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """One layer whose experts take 96 MiB in bfloat16."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 32, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "intermediate_size": 64}
+    config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=1)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_slices_are_read_one_expert_at_a_time(fresh, large, form):
+    """At most what stays, an expert in float32 a few times, and what the allocator keeps; a whole layer is more."""
+    for most, kept, rest in fresh(2).run(models.peak, large, form):
+        assert most < kept + rest + (28 << 20), (most >> 20, kept >> 20, rest >> 20)
 
 
 def test_generate_under_torchrun():

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 from moestro.errors import invalid_input
 from moestro.moe import Dispatcher
-from moestro.parallel.exchange import add_up, gather_rows, join_slices, scatter_sums, share, swap_rows
+from moestro.parallel.exchange import gather_rows, scatter_sums, share, swap_rows
 from moestro.parallel.guard import Peers
 from moestro.parallel.placement import Placement
+from moestro.parallel.same_tokens import add_up_same, join_same, routing_digest
+from moestro.parallel.wire import WireFormat, check_wire_format, send_rows
 from moestro.types import EMPTY, Routing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -46,9 +48,9 @@ class Place:
     def own(self) -> int:
         return self.peers.rank if self.rank is None else self.rank
 
-    def local_ids(self, expert_ids: Tensor) -> Tensor:
+    def local_ids(self, expert_ids: Tensor, first_token: int | Tensor = 0) -> Tensor:
         """Ids of the layer's experts -> the local ids of those that this rank computes, -1 for all others."""
-        ranks, local = self.placement.locate(expert_ids)
+        ranks, local = self.placement.locate(expert_ids, first_token)
         return torch.where(ranks == self.own, local, EMPTY).to(expert_ids.dtype)
 
     def local(self, expert_ids: Tensor, routing_weights: Tensor, of: Routing) -> Routing:
@@ -56,19 +58,20 @@ class Place:
         held = len(self.placement.experts[self.own])
         return Routing.unchecked(expert_ids, routing_weights, of.weight_on, held)
 
-    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+    def start(self, x: Tensor, routing: Routing, operation: str) -> tuple[Tensor, Tensor, int | None]:
+        """x and its routing weights, which the ranks of other slices have too, and a digest for `finish`."""
+        weights = routing.routing_weights
+        if self.slices is None:
+            return x, weights, None
+        self.slices.agree_on_tokens(len(x), operation, self.name)
+        digest = routing_digest(self.slices, routing.expert_ids)
+        return share(self.slices, x, "rows", self.name), share(self.slices, weights, "routing", self.name), digest
+
+    def finish(self, y: Tensor, dtype: torch.dtype, digest: int | None, operation: str) -> Tensor:
         """Sums [T, H] of this rank's slices -> those of whole experts, in `dtype`."""
         if self.slices is not None:
-            y = add_up(self.slices, y, "rows", self.name)
+            y = add_up_same(self.slices, y, digest, (operation, self.name))
         return y.to(dtype)
-
-    def start(self, x: Tensor) -> Tensor:
-        """x, which the other slices' ranks have too."""
-        return x if self.slices is None else share(self.slices, x, "rows", self.name)
-
-    def start_weights(self, weights: Tensor) -> Tensor:
-        """Routing weights, in the same way."""
-        return weights if self.slices is None else share(self.slices, weights, "routing", self.name)
 
     def check(self, x: Tensor, routing: Routing, operation: str, option: object = None) -> None:
         """Compare, once for each kind of rows, what the ranks are about to send, and the dispatcher's option."""
@@ -77,7 +80,7 @@ class Place:
         self.peers.agree_once(said, operation, self.name)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """What rows of a dtype are summed in."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -89,13 +92,17 @@ def _recorded(tensor: Tensor) -> bool:
 @dataclass(frozen=True)
 class _Reduced:
     dtype: torch.dtype
+    digest: int | None
 
 
 @dataclass(frozen=True)
 class AllReduceDispatcher(Dispatcher):
     """For ranks that all hold the same tokens: nothing is sent before the experts, outputs are summed over the ranks.
 
-    Sends 2 (R - 1) / R * T * H numbers a rank, in float32 at least. Shapes are fixed and the host never waits.
+    Sends 2 (R - 1) / R * T * H numbers a rank, in float32 at least. Shapes are fixed; over NCCL the host waits only
+    to agree on a new number of tokens. That x and its routing are the same on every rank is asked of the caller: with
+    others the sums are wrong. Ranks compare the number of tokens where it changes and, but over NCCL, a digest of
+    expert_ids, which travels with the sums as a row more; where these differ every rank has a `CollectiveError`.
     """
 
     place: Place
@@ -113,20 +120,24 @@ class AllReduceDispatcher(Dispatcher):
         """x [T, H] of this rank, which all have -> the same rows, with the slots of local experts alone."""
         place = self.place
         place.check(x, routing, "AllReduceDispatcher")
+        place.peers.agree_on_tokens(len(x), "AllReduceDispatcher", place.name)
+        digest = routing_digest(place.peers, routing.expert_ids)
         ids = place.local_ids(routing.expert_ids)
         weights = share(place.peers, routing.routing_weights, "routing", place.name)
         rows = share(place.peers, x, "rows", place.name)
-        return rows, place.local(ids, weights, routing), _Reduced(x.dtype)
+        return rows, place.local(ids, weights, routing), _Reduced(x.dtype, digest)
 
     def combine(self, y: Tensor, handle: _Reduced) -> Tensor:
         """Partial sums [T, H] -> the sums over all ranks."""
-        return add_up(self.place.peers, y.to(_wide(y.dtype)), "rows", self.place.name).to(handle.dtype)
+        place = ("AllReduceDispatcher", self.place.name)
+        return add_up_same(self.place.peers, y, handle.digest, place).to(handle.dtype)
 
 
 @dataclass(frozen=True)
 class _Gathered:
     num_tokens: int
     dtype: torch.dtype
+    digest: int | None
 
 
 @dataclass(frozen=True)
@@ -146,10 +157,14 @@ class AllGatherDispatcher(Dispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Gathered]:
         """x [T, H] of this rank -> rows [R * n, H] of all ranks, n each, padded with empty slots."""
+        self.place.check(x, routing, "AllGatherDispatcher", self.num_tokens)
+        return self.gather(x, routing)
+
+    def gather(self, x: Tensor, routing: Routing, most: int | None = None) -> tuple[Tensor, Routing, _Gathered]:
+        """`dispatch` of rows that were compared; `most` is the most tokens of a rank, where that is known."""
         place = self.place
-        place.check(x, routing, "AllGatherDispatcher", self.num_tokens)
-        x, w = place.start(x), place.start_weights(routing.routing_weights)
-        n = self._rows(x, routing)
+        x, w, digest = place.start(x, routing, "AllGatherDispatcher")
+        n = self._rows(x, routing) if most is None else most
         pad = n - x.shape[0]
         ids = F.pad(routing.expert_ids.to(torch.int32), (0, 0, 0, pad), value=EMPTY)
         w, rows = F.pad(w, (0, 0, 0, pad)), F.pad(x, (0, 0, 0, pad))
@@ -162,21 +177,22 @@ class AllGatherDispatcher(Dispatcher):
         else:
             both = place.peers.all_gather(torch.cat([ids, w.view(torch.int32)], 1), "routing", place.name)
             ids, w = both[:, : routing.top_k].contiguous(), both[:, routing.top_k :].contiguous().view(torch.float32)
-        local = place.local_ids(ids)
-        return rows, place.local(local, w, routing), _Gathered(x.shape[0], x.dtype)
+        numbers = torch.arange(len(ids), device=ids.device)
+        local = place.local_ids(ids, numbers % n + numbers // n) if n else ids
+        return rows, place.local(local, w, routing), _Gathered(x.shape[0], x.dtype, digest)
 
     def combine(self, y: Tensor, handle: _Gathered) -> Tensor:
         """Partial sums [R * n, H] for all ranks -> [T, H]: the whole sums of this rank's tokens."""
         place = self.place
-        sums = scatter_sums(place.peers, y.to(_wide(y.dtype)), "rows", place.name)
-        return place.finish(sums[: handle.num_tokens], handle.dtype)
+        sums = scatter_sums(place.peers, y.to(wide(y.dtype)), "rows", place.name)
+        return place.finish(sums[: handle.num_tokens], handle.dtype, handle.digest, "AllGatherDispatcher")
 
     def _rows(self, x: Tensor, routing: Routing) -> int:
         have = x.shape[0]
         if self.num_tokens is None:
-            head = torch.tensor([[have, *_kind(x, routing)]], device=x.device)
+            head = torch.tensor([[have, *kind_of(x, routing)]], device=x.device)
             heads = self.place.peers.all_gather(head, "counts", self.place.name).tolist()
-            _check_heads([head[1:] for head in heads], self.place, "AllGatherDispatcher")
+            check_heads([head[1:] for head in heads], self.place, "AllGatherDispatcher")
             return max(int(count) for count, *_ in heads)
         if have > self.num_tokens:
             raise invalid_input(
@@ -188,8 +204,30 @@ class AllGatherDispatcher(Dispatcher):
         return self.num_tokens
 
 
+Counts = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""Of rows and of slots: how many go to each rank, and how many come from each."""
+
+
 @dataclass(frozen=True)
-class _Sent:
+class SendPlan:
+    """Which rows of this rank go where.
+
+    Attributes:
+        ranks, local: of every slot, [T, K].
+        tokens: of the rows that go out, [n], by rank and then in order.
+        here: which slots of such a row are computed where it goes, [n, K].
+        counts: rows and slots to each rank, [2, R].
+    """
+
+    ranks: Tensor
+    local: Tensor
+    tokens: Tensor
+    here: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
     """What `combine` needs of a dispatch: rows that went out by rank, what came in, and where each belongs."""
 
     num_tokens: int
@@ -197,6 +235,7 @@ class _Sent:
     tokens: Tensor
     back: tuple[Sequence[int], Sequence[int]]
     slots: tuple[Tensor, Tensor] | None
+    digest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -212,15 +251,21 @@ class AllToAllDispatcher(Dispatcher):
             result is bit for bit that of one device with all ranks' tokens in the order of the ranks, where the
             implementation computes float32 and where half precision is computed in float32 (the native engine without
             AMX and AVX-512 BF16), in PyTorch's deterministic mode.
+        wire_format: how rows travel to the experts: "float", as they are; "int8" or "fp8-e4m3", in 8 bits with a scale
+            of 32 bits for each row. Those lose bits (`wire_error` says how many); results come back as they are, and
+            gradients pass as if nothing was lost.
 
     Raises:
-        InvalidInputError: exact, and experts in slices: their sums have no order of slots.
+        InvalidInputError: exact, and experts in slices, whose sums have no order of slots; exact, and rows in 8 bits;
+            another wire_format.
     """
 
     place: Place
     exact: bool = False
+    wire_format: WireFormat = "float"
 
     def __post_init__(self) -> None:
+        check_wire_format(self.wire_format, self.exact)
         if self.exact and self.place.slices is not None:
             raise invalid_input(
                 "AllToAllDispatcher",
@@ -229,24 +274,36 @@ class AllToAllDispatcher(Dispatcher):
                 fix="Use a mesh with tp=1, or leave out exact.",
             )
 
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, _Sent]:
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, Sent]:
         """x [T, H] of this rank -> rows of all ranks, in the order of ranks and tokens, and their local routing."""
+        option = self.exact if self.wire_format == "float" else self.wire_format
+        self.place.check(x, routing, "AllToAllDispatcher", option)
+        return self.send(x, routing, self.plan(routing))
+
+    def plan(self, routing: Routing) -> SendPlan:
+        """Which rows go where."""
         place = self.place
-        place.check(x, routing, "AllToAllDispatcher", self.exact)
-        x, w = place.start(x), place.start_weights(routing.routing_weights)
-        ranks, local = place.placement.locate(routing.expert_ids)
-        wanted = torch.zeros(len(x), place.peers.size + 1, dtype=torch.bool, device=x.device)
+        ranks, local = place.placement.locate(routing.expert_ids, place.peers.rank)
+        wanted = torch.zeros(len(ranks), place.peers.size + 1, dtype=torch.bool, device=ranks.device)
         wanted.scatter_(1, torch.where(ranks < 0, place.peers.size, ranks), True)
         to, tokens = wanted[:, :-1].t().nonzero(as_tuple=True)
         here = ranks[tokens] == to[:, None]
         slots = here.sum(1).new_zeros(place.peers.size).index_add_(0, to, here.sum(1))
-        rows, pairs = self._counts(torch.stack([to.bincount(minlength=place.peers.size), slots]), x, routing)
-        ids = torch.where(here, local[tokens], EMPTY).to(torch.int32)
-        x_local = swap_rows(place.peers, x[tokens], rows, "rows", place.name)
+        return SendPlan(ranks, local, tokens, here, torch.stack([to.bincount(minlength=place.peers.size), slots]))
+
+    def send(
+        self, x: Tensor, routing: Routing, plan: SendPlan, counts: Counts | None = None
+    ) -> tuple[Tensor, Routing, Sent]:
+        """`dispatch` of rows that were compared, by a plan; `counts` of rows and of slots, where they are known."""
+        place, ranks, tokens, here = self.place, plan.ranks, plan.tokens, plan.here
+        x, w, digest = place.start(x, routing, "AllToAllDispatcher")
+        rows, pairs = self._counts(plan.counts, x, routing) if counts is None else counts
+        ids = torch.where(here, plan.local[tokens], EMPTY).to(torch.int32)
+        x_local = send_rows(place.peers, x[tokens], rows, self.wire_format, place.name)
         ids, w_local = self._swap_routing(ids, w[tokens], rows)
         kept = place.local(ids, w_local, routing)
         if not self.exact:
-            return x_local, kept, _Sent(len(x), x.dtype, tokens, rows[::-1], None)
+            return x_local, kept, Sent(len(x), x.dtype, tokens, rows[::-1], None, digest)
         position = torch.full(ranks.shape, int(sum(pairs[0])), device=x.device)
         position[(tokens[:, None].expand(here.shape)[here], here.nonzero()[:, 1])] = torch.arange(
             int(sum(pairs[0])), device=x.device
@@ -254,30 +311,30 @@ class AllToAllDispatcher(Dispatcher):
         y_weights = torch.ones_like(w) if routing.weight_on == "input" else w
         y_weights = y_weights.masked_fill(ranks < 0, 0.0)
         x_slots, kept = _one_slot_a_row(x_local, kept)
-        return x_slots, kept, _Sent(len(x), x.dtype, tokens, pairs[::-1], (position, y_weights))
+        return x_slots, kept, Sent(len(x), x.dtype, tokens, pairs[::-1], (position, y_weights))
 
-    def combine(self, y: Tensor, handle: _Sent) -> Tensor:
+    def combine(self, y: Tensor, handle: Sent) -> Tensor:
         """Outputs of the rows computed here -> [T, H] for the tokens of this rank."""
         place, send = self.place, handle.back[0]
         assert len(y) == sum(send)
         rows = swap_rows(place.peers, y, handle.back, "rows", place.name)
         if handle.slots is not None:
             return _in_slot_order(rows, *handle.slots).to(handle.dtype)
-        sums, start = rows.new_zeros(handle.num_tokens, rows.shape[1], dtype=_wide(rows.dtype)), 0
+        sums, start = rows.new_zeros(handle.num_tokens, rows.shape[1], dtype=wide(rows.dtype)), 0
         for count in handle.back[1]:  # of one rank, whose rows are of different tokens: the order of sums is fixed
             part = slice(start, start + count)
             sums = sums.index_add(0, handle.tokens[part], rows[part].to(sums.dtype))
             start += count
-        return place.finish(sums, handle.dtype)
+        return place.finish(sums, handle.dtype, handle.digest, "AllToAllDispatcher")
 
-    def _counts(self, counts: Tensor, x: Tensor, routing: Routing) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    def _counts(self, counts: Tensor, x: Tensor, routing: Routing) -> Counts:
         """Rows and slots to each rank [2, R] -> (to, from) each rank, of rows and of slots."""
-        kind = torch.tensor(_kind(x, routing), device=x.device).expand(counts.shape[1], -1)
+        kind = torch.tensor(kind_of(x, routing, self.exact), device=x.device).expand(counts.shape[1], -1)
         head = torch.cat([counts.t(), kind], 1)
         one = [1] * counts.shape[1]
         given = self.place.peers.all_to_all(head, one, one, "counts", self.place.name)
         sent, received = torch.stack([head, given]).tolist()
-        _check_heads([each[2:] for each in received], self.place, "AllToAllDispatcher")
+        check_heads([each[2:] for each in received], self.place, "AllToAllDispatcher")
         rows, slots = (([each[i] for each in sent], [each[i] for each in received]) for i in (0, 1))
         return rows, slots
 
@@ -305,21 +362,23 @@ class SlicedDispatcher(Dispatcher):
     batch: Peers
     name: str = ""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, tuple[int, int, Any]]:
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, tuple[int, int, int | None, Any]]:
         """x [T, H], which all ranks of the batch have -> what the inner one makes of this rank's slice."""
+        self.batch.agree_on_tokens(len(x), "SlicedDispatcher", self.name)
+        digest = routing_digest(self.batch, routing.expert_ids)
         each = -(-x.shape[0] // self.batch.size)
         own = slice(self.batch.rank * each, (self.batch.rank + 1) * each)
         x, w = share(self.batch, x, "rows", self.name), share(self.batch, routing.routing_weights, "routing", self.name)
         part = Routing.unchecked(routing.expert_ids[own], w[own], routing.weight_on)
         rows, local, handle = self.inner.dispatch(x[own], part)
-        return rows, local, (x.shape[0], each, handle)
+        return rows, local, (x.shape[0], each, digest, handle)
 
-    def combine(self, y: Tensor, handle: tuple[int, int, Any]) -> Tensor:
+    def combine(self, y: Tensor, handle: tuple[int, int, int | None, Any]) -> Tensor:
         """The outputs of all slices, [T, H], on every rank of the batch."""
-        num_tokens, each, inner = handle
+        num_tokens, each, digest, inner = handle
         own = self.inner.combine(y, inner)
         padded = F.pad(own, (0, 0, 0, each - own.shape[0]))
-        return join_slices(self.batch, padded, "slices", self.name)[:num_tokens]
+        return join_same(self.batch, padded, digest, ("SlicedDispatcher", self.name))[:num_tokens]
 
 
 def _one_slot_a_row(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -328,7 +387,7 @@ def _one_slot_a_row(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
     w = routing.routing_weights[row, slot][:, None]
     w = w if routing.weight_on == "input" else torch.ones_like(w)
     ids = routing.expert_ids[row, slot][:, None]
-    return x[row].to(_wide(x.dtype)), Routing.unchecked(ids, w, routing.weight_on, routing.checked_for)
+    return x[row].to(wide(x.dtype)), Routing.unchecked(ids, w, routing.weight_on, routing.checked_for)
 
 
 def _in_slot_order(rows: Tensor, position: Tensor, weights: Tensor) -> Tensor:
@@ -340,13 +399,15 @@ def _in_slot_order(rows: Tensor, position: Tensor, weights: Tensor) -> Tensor:
     return F.embedding_bag(position, rows, per_sample_weights=weights, mode="sum")
 
 
-def _kind(x: Tensor, routing: Routing) -> list[int]:
-    return [x.shape[1], routing.top_k, DTYPES.index(x.dtype)]
+def kind_of(x: Tensor, routing: Routing, exact: bool = False) -> list[int]:
+    """What rows are, in three numbers that ranks compare before they send any."""
+    return [x.shape[1], routing.top_k, DTYPES.index(x.dtype) + len(DTYPES) * exact]
 
 
-def _check_heads(kinds: Sequence[Sequence[int]], place: Place, operation: str) -> None:
+def check_heads(kinds: Sequence[Sequence[int]], place: Place, operation: str) -> None:
     """Raise where ranks sent counts for other kinds of rows than others: all of them find the same."""
     if len({tuple(kind) for kind in kinds}) > 1:
-        names = ("H", "K", "dtype")
-        said = [dict(zip(names, (h, k, str(DTYPES[d])), strict=True)) for h, k, d in kinds]
-        place.peers.agree(said[place.peers.rank], operation, place.name)
+        h, k, kind = kinds[place.peers.rank]
+        exact, dtype = divmod(kind, len(DTYPES))
+        said = {"H": h, "K": k, "dtype": str(DTYPES[dtype]), "exact": bool(exact)}
+        place.peers.agree(said, operation, place.name)

@@ -24,7 +24,8 @@ class _Collective(torch.autograd.Function):
         return ctx.back(grads[0].contiguous()), None, None
 
 
-def _apply(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def collective(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """`there` of x; its gradient is `back` of the gradient of what came out."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return there(x)
     found: Tensor = _Collective.apply(x, there, back)  # type: ignore[no-untyped-call]
@@ -34,7 +35,7 @@ def _apply(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor]
 def swap_rows(peers: Peers, x: Tensor, splits: tuple[Sequence[int], Sequence[int]], kind: str, where: str) -> Tensor:
     """Rows [sum(send), ...] to the ranks that they are for -> [sum(receive), ...]; `splits` is (send, receive)."""
     send, receive = splits
-    return _apply(
+    return collective(
         x,
         lambda t: peers.all_to_all(t, send, receive, kind, where),
         lambda g: peers.all_to_all(g, receive, send, f"gradients of {kind}", where),
@@ -43,7 +44,7 @@ def swap_rows(peers: Peers, x: Tensor, splits: tuple[Sequence[int], Sequence[int
 
 def gather_rows(peers: Peers, x: Tensor, kind: str, where: str) -> Tensor:
     """x [n, ...] of every rank -> [R * n, ...]; the gradients of all ranks are summed."""
-    return _apply(
+    return collective(
         x,
         lambda t: peers.all_gather(t, kind, where),
         lambda g: peers.reduce_scatter(g, f"gradients of {kind}", where),
@@ -52,24 +53,19 @@ def gather_rows(peers: Peers, x: Tensor, kind: str, where: str) -> Tensor:
 
 def scatter_sums(peers: Peers, x: Tensor, kind: str, where: str) -> Tensor:
     """x [R * n, ...] of every rank -> the sum of this rank's part, [n, ...]."""
-    return _apply(
+    return collective(
         x,
         lambda t: peers.reduce_scatter(t, kind, where),
         lambda g: peers.all_gather(g, f"gradients of {kind}", where),
     )
 
 
-def add_up(peers: Peers, x: Tensor, kind: str, where: str) -> Tensor:
-    """x of every rank -> the sum, on every rank. What follows is the same on all, and so is its gradient."""
-    return _apply(x, lambda t: peers.all_reduce(t.clone(), kind, where), lambda g: g)
-
-
 def share(peers: Peers, x: Tensor, kind: str, where: str) -> Tensor:
     """x, which all ranks have, as it is; each computes a part of what depends on it, so gradients are summed."""
-    return _apply(x, lambda t: t.view_as(t), lambda g: peers.all_reduce(g, f"gradients of {kind}", where))
+    return collective(x, lambda t: t.view_as(t), lambda g: peers.all_reduce(g, f"gradients of {kind}", where))
 
 
 def join_slices(peers: Peers, x: Tensor, kind: str, where: str) -> Tensor:
     """x [n, ...] of every rank -> [R * n, ...] on every rank, whose gradient, the same on all, is cut again."""
     own = slice(peers.rank * x.shape[0], (peers.rank + 1) * x.shape[0])
-    return _apply(x, lambda t: peers.all_gather(t, kind, where), lambda g: g[own])
+    return collective(x, lambda t: peers.all_gather(t, kind, where), lambda g: g[own])

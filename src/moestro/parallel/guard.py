@@ -25,6 +25,14 @@ POLL = 0.25
 GRACE = 2.0
 """Seconds that a failed rank waits for the others to say that they failed too; those that do not are named."""
 
+SAME_START = "Start every rank with the same model, mesh and versions."
+SAME_TOKENS = "Give every rank of the group the same batch; ranks along dp may have others."
+
+ASKED = 10.0
+"""Seconds, at most a quarter of the timeout, that a collective goes on after another rank has asked something else."""
+
+_ASKED = "asked"
+
 SAID = 3
 """The most differences that an error lists."""
 
@@ -56,6 +64,7 @@ class Peers:
         self._world = dist.group.WORLD
         self._agreements, self._failed = 0, ""
         self._agreed: set[tuple[Any, ...]] = set()
+        self._num_tokens: int | None = None
         _MADE[self.ranks] += 1
         name = f"moestro/{_MADE[self.ranks]}/{'-'.join(map(str, self.ranks))}"
         self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -77,17 +86,23 @@ class Peers:
             kept = _PEERS[key] = cls(ranks, timeout)
         return kept
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
+        """Itself: a copy of a model talks to the same ranks."""
+        return self
+
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     @property
-    def _polls(self) -> bool:
+    def waits(self) -> bool:
         """Whether waiting blocks the host anyway, so that looking up costs nothing. NCCL has a watchdog of its own."""
         return dist.get_backend(self.group) != "nccl"
 
-    def agree(self, said: Mapping[str, Any], operation: str, where: str) -> None:
+    def agree(self, said: Mapping[str, Any], operation: str, where: str, fix: str = SAME_START) -> None:
         """Compare what every rank says; collective over the group, through the store, before any data moves.
+
+        `fix` is what the error advises.
 
         Raises:
             CollectiveError: ranks differ, and in what; or one did not answer within the timeout.
@@ -95,7 +110,9 @@ class Peers:
         self._check_alive(operation, where)
         self._agreements += 1
         prefix = f"agree/{self._agreements}"
-        told, missing = self._exchange(prefix, json.dumps(said), self.timeout)
+        told, missing = self._exchange(prefix, json.dumps(said), self.timeout, asks=True)
+        if missing and self._another_failed():
+            raise self._broken(operation, where, TimeoutError(f"no answer from {_named(missing)}"))
         if missing:
             raise self._no_answer(operation, where, missing, f"{self.timeout:g} s")
         values = [json.loads(text) for text in told]
@@ -109,7 +126,7 @@ class Peers:
                 _place(operation, where),
                 got="; ".join(f"different {field}: {text}" for field, text in [*differing.items()][:SAID]),
                 needs="the same on every rank of the group",
-                fix="Start every rank with the same model, mesh and versions.",
+                fix=fix,
             )
 
     def _differs(self, values: Sequence[Mapping[str, Any]], field: str) -> str:
@@ -125,6 +142,17 @@ class Peers:
         if key not in self._agreed:
             self.agree(said, operation, where)
             self._agreed.add(key)
+
+    def agree_on_tokens(self, num_tokens: int, operation: str, where: str) -> None:
+        """`agree` on the number of tokens where it is not that of the call before; for ranks that have the same ones.
+
+        A rank alone with another number asks, while the others wait in the next collective: they fail after `ASKED`
+        seconds, and sums of different sizes never begin.
+        """
+        if num_tokens != self._num_tokens:
+            place = f"{operation} with {num_tokens} tokens"
+            self.agree({"number of tokens": num_tokens}, place, where, SAME_TOKENS)
+            self._num_tokens = num_tokens
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str, where: str) -> Tensor:
         """Rows of x [sum(send), ...], of which the first send[0] go to rank 0 and so on -> [sum(receive), ...]."""
@@ -158,7 +186,7 @@ class Peers:
     def reduce_scatter(self, x: Tensor, kind: str, where: str) -> Tensor:
         """x [R * n, ...] of every rank -> [n, ...]: the sum over ranks of this rank's part."""
         n = x.shape[0] // self.size
-        if self._polls:  # gloo's own ends neither at its timeout nor where a rank is gone
+        if self.waits:  # gloo's own ends neither at its timeout nor where a rank is gone
             parts = self.all_to_all(x, [n] * self.size, [n] * self.size, kind, where)
             return parts.view(self.size, n, *x.shape[1:]).sum(0)
         out = x.new_empty((n, *x.shape[1:]))
@@ -179,6 +207,15 @@ class Peers:
         self._run(lambda: dist.all_reduce(out, group=self.group, async_op=True), f"all-reduce of {kind}", where)
         return out
 
+    def broadcast(self, x: Tensor, kind: str, where: str) -> Tensor:
+        """x of the group's first rank, on every rank; all have as much."""
+        out = x.contiguous()
+        self._count(kind, dict.fromkeys(range(self.size), out.nbytes) if self.rank == 0 else {})
+        self._run(
+            lambda: dist.broadcast(out, self.ranks[0], group=self.group, async_op=True), f"broadcast of {kind}", where
+        )
+        return out
+
     def _count(self, kind: str, sent: Mapping[int, int]) -> None:
         counts = self.sent.setdefault(kind, Counter())
         for rank, number in sent.items():
@@ -192,20 +229,30 @@ class Peers:
             work = start()
         except RuntimeError as error:
             raise self._broken(operation, where, error) from error
-        if not self._polls:
+        if not self.waits:
             try:
                 work.wait()
                 return
             except RuntimeError as error:
                 raise self._broken(operation, where, error) from error
+        until = began + self.timeout
         while True:
-            left = began + self.timeout - time.monotonic()
+            left = until - time.monotonic()
             try:
                 work.wait(timedelta(seconds=max(min(POLL, left), 0.001)))
                 return
             except RuntimeError as error:
                 if work.is_completed() or left <= 0 or self._another_failed():
                     raise self._broken(operation, where, error) from error
+                if self._another_asks():
+                    until = min(until, time.monotonic() + min(ASKED, self.timeout / 4))
+
+    def _another_asks(self) -> bool:
+        """Whether a rank has come to an agreement that this one has not: it is behind this collective, or astray."""
+        try:
+            return self._store.check([_ASKED]) and int(self._store.get(_ASKED)) > self._agreements
+        except RuntimeError:
+            return False
 
     def _another_failed(self) -> bool:
         try:
@@ -230,6 +277,8 @@ class Peers:
         except RuntimeError:
             return self._no_store(place, error)
         told, missing = self._exchange("failed at", place, min(GRACE, self.timeout))
+        if self.ranks[self.rank] in missing:  # what this rank itself has said is not there
+            return self._no_store(place, error)
         if missing:
             return self._no_answer(operation, where, missing, f"{self.timeout:g} s, nor when asked again")
         elsewhere = [(r, text) for r, text in zip(self.ranks, told, strict=True) if text != place]
@@ -261,23 +310,60 @@ class Peers:
             fix="Look at what became of it, and start the job again; a slow rank needs a longer timeout.",
         )
 
-    def _exchange(self, prefix: str, text: str, seconds: float) -> tuple[list[str], list[int]]:
-        """What every rank of the group says under a prefix, and those that said nothing in so many seconds."""
-        until, told, missing = time.monotonic() + seconds, [""] * self.size, []
+    def _exchange(self, prefix: str, text: str, seconds: float, asks: bool = False) -> tuple[list[str], list[int]]:
+        """What every rank of the group says under a prefix; or none of it, and who said nothing in so many seconds.
+
+        Ranks in a collective may see who `asks`, who waits no longer than a second after another has failed: the
+        others wait `GRACE` for it, however many do not come.
+        """
+        keys = [f"{prefix}/{i}" for i in range(self.size)]
         try:
-            self._store.set(f"{prefix}/{self.rank}", text)
+            if asks:  # before this rank's own word, without which nobody comes to the next: it never goes back
+                self._store.set(_ASKED, str(self._agreements))
+                # All have ended the agreement before the last: its words would stay in the store for ever.
+                self._store.delete_key(f"agree/{self._agreements - 2}/{self.rank}")
+            self._store.set(keys[self.rank], text)
+            self._wait(keys, time.monotonic() + seconds, asks)
         except RuntimeError:
-            return told, [0]
-        for i, rank in enumerate(self.ranks):
-            key = f"{prefix}/{i}"
+            missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._has(key)]
+            if missing:
+                return [], missing
+        try:
+            extended = self._store.has_extended_api()  # type: ignore[attr-defined]
+            said = self._store.multi_get(keys) if extended else [self._store.get(key) for key in keys]
+            return [text.decode() for text in said], []
+        except RuntimeError:
+            return [], [*self.ranks]
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+    def _wait(self, keys: list[str], until: float, looks: bool) -> None:
+        """Wait for all keys; a RuntimeError when the time is over, or, for who looks, once another rank has failed."""
+        while True:
+            left = until - time.monotonic()
             try:
-                self._store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.05)))
-                told[i] = self._store.get(key).decode()
+                self._store.wait(keys, timedelta(seconds=max(min(left, 4 * POLL), 0.05)))
+                return
             except RuntimeError:
-                missing.append(rank)
-        return told, missing
+                if left <= 4 * POLL or (looks and self._another_failed()):
+                    raise
 
 
+def set_job_timeout(timeout: float) -> None:
+    """The timeout of groups of this job for which nobody gives one."""
+    _JOB[:] = [dist.group.WORLD, timeout]
+
+
+def job_timeout() -> float:
+    """What `set_job_timeout` was given last in this job."""
+    return float(_JOB[1]) if _JOB[0] is dist.group.WORLD else DEFAULT_TIMEOUT
+
+
+_JOB: list[Any] = [None, DEFAULT_TIMEOUT]
 _PEERS: dict[tuple[tuple[int, ...], float], Peers] = {}
 _MADE: Counter[tuple[int, ...]] = Counter()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moestro.errors import invalid_input
-from moestro.parallel.guard import DEFAULT_TIMEOUT, Peers
+from moestro.parallel.guard import DEFAULT_TIMEOUT, Peers, job_timeout, set_job_timeout
 
 DIMENSIONS = ("dp", "ep", "tp")
 """Copies of the experts; ranks that each hold some of the experts; ranks that each hold a slice of every expert."""
@@ -30,7 +30,8 @@ def make_mesh(
         ep: over how many ranks the experts are spread.
         tp: over how many ranks each expert's intermediate size is cut.
         device: the device type of the mesh, whatever else the machine has.
-        timeout: seconds that starting, and each collective of the mesh itself, may take.
+        timeout: seconds that starting, and each collective of the mesh and of a model loaded on it, may take; of models
+            that Transformers cuts by itself in this job, too.
 
     Raises:
         InvalidInputError: a size below 1, or sizes whose product is not the number of ranks.
@@ -56,7 +57,18 @@ def make_mesh(
             needs=f"sizes whose product is {world}",
             fix=f"Start torchrun --nproc-per-node {math.prod(sizes)}, or change the sizes.",
         )
-    return init_device_mesh(device, sizes, mesh_dim_names=DIMENSIONS)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=DIMENSIONS)
+    vars(mesh)[_TIMEOUT] = timeout
+    set_job_timeout(timeout)
+    return mesh
+
+
+_TIMEOUT = "moestro_timeout"
+
+
+def timeout_of(mesh: DeviceMesh) -> float:
+    """The timeout that `make_mesh` was given, in seconds; of another mesh that of its last call in this job."""
+    return float(vars(mesh).get(_TIMEOUT, job_timeout()))
 
 
 def _start(sizes: Sequence[int], device: str, timeout: float) -> None:
@@ -83,16 +95,23 @@ def mesh_place(mesh: DeviceMesh, dimension: str) -> int:
 
 
 def ranks_along(mesh: DeviceMesh, *dimensions: str) -> list[int]:
-    """The ranks of the job that differ from this one in these dimensions only, in the order of the mesh."""
+    """The ranks of the job that differ from this one in these dimensions only.
+
+    Along one dimension in the order of the mesh, which `check_mesh` has seen to rise; along several in that of the job.
+    """
     names = mesh.mesh_dim_names or ()
     here = mesh.get_coordinate()
     assert here is not None
     index = tuple(slice(None) if name in dimensions else place for name, place in zip(names, here, strict=True))
-    return [int(rank) for rank in mesh.mesh[index].flatten()]
+    ranks = [int(rank) for rank in mesh.mesh[index].flatten()]
+    return ranks if len(dimensions) == 1 else sorted(ranks)
 
 
 def check_mesh(mesh: DeviceMesh, operation: str) -> None:
-    """Raise `InvalidInputError` unless the mesh's dimensions are some of dp, ep and tp, with this rank among them."""
+    """Raise `InvalidInputError` for a mesh that experts cannot be cut over, on every rank of it.
+
+    Its dimensions are to be some of dp, ep and tp, with this rank among them; its ranks are to rise along ep and tp.
+    """
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(DIMENSIONS) or mesh.get_coordinate() is None:
         raise invalid_input(
@@ -101,11 +120,11 @@ def check_mesh(mesh: DeviceMesh, operation: str) -> None:
             needs=f"dimensions among {', '.join(DIMENSIONS)}, and this rank in it",
             fix="Make it with moestro.parallel.make_mesh(dp=..., ep=..., tp=...).",
         )
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
+    falls = [name for i, name in enumerate(names) if name != "dp" and bool((mesh.mesh.diff(dim=i) < 0).any())]
+    if falls:
         raise invalid_input(
             operation,
-            got=f"a mesh of ranks {ranks}",
+            got=f"a mesh of ranks {mesh.mesh.tolist()}, which fall along {' and '.join(falls)}",
             needs="ranks that rise: groups of torch.distributed are in that order",
             fix="Make it with moestro.parallel.make_mesh(dp=..., ep=..., tp=...).",
         )

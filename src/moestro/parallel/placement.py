@@ -99,15 +99,18 @@ class Placement:
         found = Counter(expert for row in self.experts for expert in row)
         return tuple(found[expert] for expert in range(self.num_experts))
 
-    def locate(self, expert_ids: Tensor, first_token: int = 0) -> tuple[Tensor, Tensor]:
+    def locate(self, expert_ids: Tensor, first_token: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Where each pair is computed.
 
-        Token t computes expert e on replica ``(t + e) % counts[e]``: the choice depends on the token's own index and
-        on nothing else, so every rank comes to the same one without asking another.
+        Token number t computes expert e on replica ``(t + e) % counts[e]``: the choice depends on that number and on
+        nothing else, so every rank comes to the same one without asking another.
+
+        Dispatchers and `simulate` number the tokens of rank r from r on: ranks that each have one token share the
+        replicas as well as the tokens of one rank do, and no rank has to know how many tokens others have.
 
         Args:
             expert_ids: integer [T, K] (or [T, ...]) of global ids.
-            first_token: the index of the first token in the batch of all ranks.
+            first_token: the number of the first token, from which the others go on; or the numbers of all, [T].
 
         Returns:
             ranks and local ids, int64 and of the same shape; both are -1 where the slot is empty or the id unknown.
@@ -115,7 +118,9 @@ class Placement:
         counts, ranks, local = self._tables(expert_ids.device)
         used = (expert_ids >= 0) & (expert_ids < self.num_experts)
         ids = torch.where(used, expert_ids, 0).long()
-        tokens = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)
+        tokens = first_token
+        if not isinstance(tokens, Tensor):
+            tokens = torch.arange(tokens, tokens + ids.shape[0], device=ids.device)
         replica = (tokens.view(-1, *[1] * (ids.dim() - 1)) + ids) % counts[ids]
         return tuple(torch.where(used, table[ids, replica], EMPTY) for table in (ranks, local))  # type: ignore[return-value]
 

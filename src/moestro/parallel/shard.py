@@ -37,6 +37,57 @@ def stored_experts(stored: StoredExperts, experts: Sequence[int]) -> StoredExper
     return PackedTensor(format=stored.format, **{name: _rows_of(getattr(stored, name), experts) for name in names})
 
 
+def expert_tensors(weights: ExpertWeights, local: int) -> list[Tensor]:
+    """Every tensor of one expert, biases last: views, of the same shapes for each."""
+    found: list[Tensor] = []
+    for stored in (weights.gate_up, weights.down):
+        if isinstance(stored, SplitTensor):
+            found += [tensor for block in stored.matrices[local] for tensor in block.tensors]
+        else:
+            found += [tensor[local] for tensor in stored.tensors]
+    return [*found, *(bias[local] for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None)]
+
+
+@torch.no_grad()
+def with_experts(weights: ExpertWeights, experts: Sequence[int | Sequence[Tensor]]) -> ExpertWeights:
+    """The same kind of weights with other experts: each one of these, by its number, or all tensors of a new one.
+
+    Stacks are copied into memory of their own; experts in tensors of their own stay where they are.
+    """
+    each = [[*expert_tensors(weights, e)] if isinstance(e, int) else [*e] for e in experts]
+    made: list[StoredExperts] = []
+    for stored in (weights.gate_up, weights.down):
+        if isinstance(stored, SplitTensor):
+            blocks = stored.matrices[0]
+            made.append(SplitTensor(tuple(tuple(_block_like(b, own) for b in blocks) for own in each)))
+        else:
+            packed = room_for(stored, len(each))
+            for tensor, old in zip(packed.tensors, stored.tensors, strict=True):
+                for room, own in zip(tensor, each, strict=True):
+                    room.copy_(own.pop(0))
+                tensor.requires_grad_(old.requires_grad)
+            made.append(packed)
+    biases: list[Tensor | None] = []
+    for bias in (weights.gate_up_bias, weights.down_bias):
+        rows = None if bias is None else torch.stack([own.pop(0) for own in each])
+        biases.append(rows if rows is None or bias is None else rows.requires_grad_(bias.requires_grad))
+    return replace(weights, gate_up=made[0], down=made[1], gate_up_bias=biases[0], down_bias=biases[1])
+
+
+def _block_like(block: PackedTensor, own: list[Tensor]) -> PackedTensor:
+    """A block of one expert, of the first of its tensors that are left."""
+    return PackedTensor(format=block.format, **{name: own.pop(0) for name in block.format.names})
+
+
+def room_for(one: PackedTensor, num_experts: int) -> PackedTensor:
+    """Memory for so many experts like those of a stack."""
+    made = {
+        name: t.detach().new_empty_strided((num_experts, *t.shape[1:]), (t[0].numel(), *t.stride()[1:]))
+        for name, t in zip(one.format.names, one.tensors, strict=True)
+    }
+    return PackedTensor(format=one.format, **made)
+
+
 def slice_of(weights: ExpertWeights, part: int, parts: int, operation: str) -> Range:
     """Where a slice of I begins and ends: in whole groups and blocks of both projections, as even as these allow.
 

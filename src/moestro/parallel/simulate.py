@@ -101,7 +101,8 @@ def simulate(
     _check(expert_ids, mesh, placement, dispatch)
     num_tokens = len(expert_ids)
     home = np.arange(num_tokens) * mesh.rows // num_tokens
-    ranks, local = (table.numpy() for table in placement.locate(expert_ids.cpu()))
+    numbers = np.arange(num_tokens) - np.searchsorted(home, home) + home  # as its rank's dispatcher counts them
+    ranks, local = (table.numpy() for table in placement.locate(expert_ids.cpu(), torch.from_numpy(numbers)))
     sends = _sends(ranks, mesh.num_ranks)
     width, used = max(map(len, placement.experts)), ranks >= 0
     counts = np.bincount(ranks[used] * width + local[used], minlength=mesh.num_ranks * width).reshape(-1, width)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moestro import memory
 from moestro.errors import InvalidInputError, invalid_input
 
 MAX_PAIRS, MAX_EXPERTS, MOST_DRAWS = 2**28, 2**20, 10**5
@@ -57,13 +58,20 @@ def zipf_ids(num_tokens: int, num_experts: int, top_k: int, exponent: float = 0.
     return torch.from_numpy(ids)
 
 
-def read_trace(path: str | Path) -> Tensor:
+def read_trace(path: str | Path, layer: int = 0) -> Tensor:
     """Recorded expert ids, int64 [T, K]: a .npy file of integers, or a .json file of lists of lists.
 
+    Of a .npz file, which `moestro generate --trace` writes, those of one layer.
+
     Raises:
-        InvalidInputError: a file that cannot be read, or holds something else.
+        InvalidInputError: a file that cannot be read, or holds something else; another layer than the file has.
     """
     path = Path(path)
+    if path.suffix == ".npz":
+        return torch.from_numpy(memory.read_trace(path).layer_ids(layer))
+    if layer:
+        got, needs = f"layer {layer} of {str(path)!r}", "a .npz file, for the others have one layer"
+        raise invalid_input("read_trace", got=got, needs=needs, fix="Leave the layer out.")
     try:
         found = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array(json.loads(path.read_text()))
     except (OSError, ValueError, EOFError, RecursionError, BadZipFile) as error:

@@ -1,0 +1,475 @@
+"""A layer over the ranks of a job: bytes on the wire beside the fewest, imbalance, and the time of each stage.
+
+Every rank measures, rank 0 reports. The ranks are those of torchrun, or processes that are started here.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moestro import machine
+from moestro.bench.layers import DENSE, LayerSpec, dtype_name, experts_that_fit, make_layer
+from moestro.bench.measure import about
+from moestro.errors import MoestroError, invalid_input, no_answer
+from moestro.experts import Experts
+from moestro.moe import MoE
+from moestro.parallel import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    CheapestDispatcher,
+    Placement,
+    make_mesh,
+    parallelize,
+)
+from moestro.parallel.guard import Peers
+from moestro.parallel.parallelize import MakeDispatcher
+from moestro.parallel.simulate_traces import zipf_ids
+from moestro.parallel.wire import WireFormat, decode, encode
+from moestro.routing import TopKRouter
+from moestro.tolerances import disagreement, relative_error
+from moestro.types import Routing
+
+OPERATION = "bench parallel"
+STAGES = ("route", "dispatch", "experts", "combine")
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
+ASLEEP = 0.03
+"""Seconds after which threads of a team that computed wait without spinning."""
+MOST_PROCESSES = 64
+
+DISPATCHERS: dict[str, MakeDispatcher] = {
+    "all-to-all": AllToAllDispatcher,
+    "exact": partial(AllToAllDispatcher, exact=True),
+    "all-gather": AllGatherDispatcher,
+    "cheapest": CheapestDispatcher,
+    "int8": partial(AllToAllDispatcher, wire_format="int8"),
+    "fp8-e4m3": partial(AllToAllDispatcher, wire_format="fp8-e4m3"),
+}
+IN_8_BITS: dict[str, WireFormat] = {"int8": "int8", "fp8-e4m3": "fp8-e4m3"}
+"""Dispatchers whose rows lose bits: their outputs are checked against one process on the rows as they arrive."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What to measure on every rank.
+
+    Attributes:
+        spec: the layer.
+        tokens: of all ranks together; each is one point with each dispatcher.
+        dispatchers: names of `DISPATCHERS`.
+        dtype, format: of x and of dense weights; how weights are stored.
+        exponent: of the experts' popularity, i^-exponent; 0 is uniform.
+        seconds: for each point.
+        threads: of each rank.
+
+    Raises:
+        InvalidInputError: nothing to measure, an unknown dispatcher, or a number that is not positive.
+    """
+
+    spec: LayerSpec
+    tokens: tuple[int, ...] = (512,)
+    dispatchers: tuple[str, ...] = ("all-to-all", "all-gather")
+    dtype: torch.dtype = torch.bfloat16
+    format: str = DENSE
+    exponent: float = 0.0
+    seconds: float = 2.0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            needs = "float32, bfloat16 or float16"
+            raise invalid_input(OPERATION, got=f"dtype {self.dtype!r}", needs=needs, fix="Pick one of the three.")
+        unknown = [name for name in self.dispatchers if name not in DISPATCHERS]
+        small = min((*self.tokens, self.threads), default=0) < 1 or not self.seconds > 0 or not self.exponent >= 0
+        if unknown or small or not self.dispatchers or not self.tokens:
+            raise invalid_input(
+                OPERATION,
+                got=f"dispatchers {', '.join(self.dispatchers) or 'none'}, tokens {list(self.tokens)}, "
+                f"{self.threads} threads, {self.seconds:g} s, zipf:{self.exponent:g}",
+                needs=f"some of {', '.join(DISPATCHERS)}, and numbers above 0",
+                fix="Leave an option out for its default.",
+            )
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One dispatcher with one number of tokens. Lists over ranks are in their order; of pairs [from][to].
+
+    Attributes:
+        pairs: (token, expert) pairs that each rank computes.
+        stages: microseconds of each stage on each rank, medians over rounds. What a rank waits for another is in the
+            stage in which it waits: dispatch or combine.
+        row_bytes: of tokens and results, from each rank to each.
+        least_row_bytes: the fewest that compute the same: each token of a rank once to each other that it needs, and
+            one row back.
+        other_bytes: routing, counts and all else, from each rank to each.
+        error: relative L2 error of the output against one process, of the rank where it is largest; 0.0 of dispatchers
+            that send rows as they are, whose difference is rounding.
+        microseconds: of the whole layer, from when all ranks begin until the last is done; median over rounds.
+        alone_microseconds: of one process with as many threads as all ranks together, on all tokens.
+        ratio, ratio_low, ratio_high: microseconds over alone_microseconds, median and quartiles over rounds. None with
+            alone_microseconds where the ranks are on several hosts.
+    """
+
+    dispatcher: str
+    num_tokens: int
+    rounds: int
+    pairs: list[int]
+    stages: dict[str, list[float]]
+    row_bytes: list[list[int]]
+    least_row_bytes: list[list[int]]
+    other_bytes: list[list[int]]
+    error: float
+    microseconds: float
+    alone_microseconds: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """The most pairs of a rank over the mean."""
+        mean = sum(self.pairs) / len(self.pairs)
+        return max(self.pairs) / mean if mean else 1.0
+
+    @property
+    def slowest(self) -> int:
+        """The rank whose experts take longest."""
+        times = self.stages["experts"]
+        return times.index(max(times))
+
+
+@dataclass
+class RanksReport:
+    """Everything one run found; `rank` is who says so."""
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    layer: str
+    dtype: str
+    format: str
+    sizes: dict[str, int]
+    ranks: int
+    threads: int
+    hosts: list[str]
+    exponent: float
+    rank: int = 0
+    rows: list[RankRow] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps: the attributes by name, each row with its imbalance."""
+        rows = [{**asdict(row), "imbalance": row.imbalance} for row in self.rows]
+        return {**asdict(self), "rows": rows}
+
+
+def launch(plan: RankPlan, processes: int) -> RanksReport:
+    """`measure` in so many processes of this machine, over gloo.
+
+    Raises:
+        InvalidInputError: fewer than 2 processes, or more than `MOST_PROCESSES`.
+        CollectiveError: one of them ended without a result.
+        MoestroError: what a rank raises.
+    """
+    if not 2 <= processes <= MOST_PROCESSES:
+        raise invalid_input(
+            OPERATION,
+            got=f"{processes} processes",
+            needs=f"2 to {MOST_PROCESSES}",
+            fix="More hosts are for torchrun: torchrun ... -m moestro bench parallel.",
+        )
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False)  # type: ignore[attr-defined]
+    started = []
+    for rank in range(processes):
+        mine, other = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(rank, processes, store.port, plan, other), daemon=True)
+        process.start()
+        other.close()
+        started.append((process, mine))
+    try:
+        found = [_received(rank, pipe) for rank, (_, pipe) in enumerate(started)]
+    finally:
+        for process, _ in started:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    error = next((each for each in found if isinstance(each, Exception)), None)
+    if error is not None:
+        raise error
+    report: RanksReport = found[0]
+    return report
+
+
+def _received(rank: int, pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return no_answer(
+            OPERATION,
+            got=f"no result from rank {rank}, whose process has ended",
+            needs="a result of every process",
+            fix="Look at what it printed; too little memory ends a process without a word.",
+        )
+
+
+def _serve(rank: int, world: int, port: int, plan: RankPlan, pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    try:
+        pipe.send(measure(plan))
+    except MoestroError as error:
+        pipe.send(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_job() -> bool:
+    """Whether this process is a rank: of a job that has begun, or of torchrun."""
+    return dist.is_initialized() or dist.is_torchelastic_launched()
+
+
+@torch.no_grad()
+def measure(plan: RankPlan) -> RanksReport:
+    """Measure on every rank of a job of torch.distributed; collective. The report is the same on all of them.
+
+    Raises:
+        InvalidInputError: fewer experts than ranks.
+        UnsupportedError: memory does not hold the experts of one token.
+        CollectiveError: a rank does not come.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    before = torch.get_num_threads()
+    torch.set_num_threads(plan.threads)
+    try:
+        return _measure(plan)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(plan: RankPlan) -> RanksReport:
+    spec = plan.spec
+    mesh = make_mesh(ep=dist.get_world_size())
+    peers = Peers.of(range(mesh.size()))
+    free = _told(peers, machine.available_bytes("cpu")) // (peers.size + 1)
+    num_experts = experts_that_fit(spec, plan.dtype, free, max(plan.tokens))
+    if num_experts < peers.size:
+        raise invalid_input(
+            OPERATION,
+            got=f"{num_experts} experts of {spec.name} and {peers.size} ranks",
+            needs="at least one expert a rank",
+            fix="Start fewer ranks, or name a layer with more experts.",
+        )
+    whole = _layer(plan, num_experts)
+    hosts = _gathered(peers, platform.node())
+    report = RanksReport(
+        **about("cpu"),
+        layer=spec.name,
+        dtype=dtype_name(plan.dtype),
+        format=plan.format,
+        sizes={"H": spec.hidden_size, "I": spec.intermediate_size, "E": num_experts, "K": spec.top_k},
+        ranks=peers.size,
+        threads=plan.threads,
+        hosts=list(dict.fromkeys(hosts)),
+        exponent=plan.exponent,
+        rank=peers.rank,
+    )
+    batches = {num_tokens: _batch(plan, num_experts, num_tokens, peers) for num_tokens in plan.tokens}
+    expected = {(name, n): _expected(whole, name, batch) for n, batch in batches.items() for name in plan.dispatchers}
+    cut = parallelize(MoE(whole.router, whole.experts), mesh)
+    alone = whole if peers.rank == 0 and len(report.hosts) == 1 else None
+    del whole
+    gc.collect()
+    points = [(name, num_tokens) for num_tokens in plan.tokens for name in plan.dispatchers]
+    for name, num_tokens in points:
+        assert isinstance(cut.dispatcher, AllToAllDispatcher)
+        layer = MoE(cut.router, cut.experts, dispatcher=DISPATCHERS[name](cut.dispatcher.place))
+        point = Point(plan, peers, batches[num_tokens], layer, alone)
+        said = _gathered(peers, point.differs(*expected[name, num_tokens]))
+        report.wrong += [f"{name} T={num_tokens}, rank {r}: {text}" for r, (text, _) in enumerate(said) if text]
+        report.rows.append(point.row((name, max(error for _, error in said)), len(report.hosts) == 1))
+    return report
+
+
+def _expected(whole: MoE, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    """One process on this rank's rows as they arrive, and on the rows themselves."""
+    routing, rows = batch.routing(whole, True), batch.x[batch.own]
+    plain = whole.experts(rows, routing)
+    if name not in IN_8_BITS:
+        return plain, plain
+    wire = IN_8_BITS[name]
+    return whole.experts(decode(encode(rows, wire), wire, rows.dtype), routing), plain
+
+
+def _layer(plan: RankPlan, num_experts: int) -> MoE:
+    spec = plan.spec
+    weights = make_layer(spec, plan.dtype, num_experts).in_format(plan.format)
+    torch.manual_seed(0)
+    router = TopKRouter(spec.hidden_size, num_experts, spec.top_k, scoring="softmax-renormalized", dtype=plan.dtype)
+    return MoE(router, Experts.from_weights(weights)).requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of all ranks, and which experts each chooses: drawn, whatever the router says.
+
+    Attributes:
+        x: [T, H] of all ranks.
+        ids: [T, K].
+        own: those of this rank.
+    """
+
+    x: Tensor
+    ids: Tensor
+    own: slice
+
+    def routing(self, layer: MoE, own: bool) -> Routing:
+        """What the router makes of this rank's tokens or of all, with the drawn ids."""
+        part = self.own if own else slice(None)
+        routing: Routing = layer.router(self.x[part])
+        return routing.with_ids(self.ids[part])
+
+
+def _batch(plan: RankPlan, num_experts: int, num_tokens: int, peers: Peers) -> Batch:
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, plan.spec.hidden_size, generator=generator).to(plan.dtype)
+    ids = zipf_ids(num_tokens, num_experts, plan.spec.top_k, plan.exponent, seed=num_tokens)
+    ends = [num_tokens * (rank + 1) // peers.size for rank in range(peers.size)]
+    return Batch(x, ids, slice([0, *ends][peers.rank], ends[peers.rank]))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One dispatcher with one batch, on this rank; `alone` is the whole layer, on rank 0."""
+
+    plan: RankPlan
+    peers: Peers
+    batch: Batch
+    layer: MoE
+    alone: MoE | None
+
+    def differs(self, expected: Tensor, plain: Tensor) -> tuple[str | None, float]:
+        """How this rank's output differs from what is expected: a sentence, or None; and its error beside `plain`."""
+        layer, batch = self.layer, self.batch
+        assert layer.dispatcher is not None
+        rows, local, handle = layer.dispatcher.dispatch(batch.x[batch.own], batch.routing(layer, True))
+        y = layer.dispatcher.combine(layer.experts(rows, local), handle)
+        return disagreement(y, expected), 0.0 if expected is plain or not len(y) else relative_error(y, plain)
+
+    def row(self, named: tuple[str, float], with_alone: bool) -> RankRow:
+        """Everything about it, by its name and its error; collective."""
+        before = {kind: dict(sent) for kind, sent in self.peers.sent.items()}
+        pairs, first = self._stages()
+        sent = {k: {r: n - before.get(k, {}).get(r, 0) for r, n in each.items()} for k, each in self.peers.sent.items()}
+        seconds = _told(self.peers, sum(first))
+        count = min(max(int(self.plan.seconds / max(seconds, 1e-6) / 3), FEWEST_ROUNDS), MOST_ROUNDS)
+        stages = [self._stages()[1] for _ in range(count)]
+        whole, alone = self._in_turns(count, with_alone)
+        by_pair = partial(_by_pair, self.peers, sent)
+        ratios = [t / b for t, b in zip(whole, alone, strict=True)] if with_alone else []
+        low, middle, high = quantiles(ratios, n=4, method="inclusive") if ratios else (None, None, None)
+        found = _gathered(self.peers, [median(each) * 1e6 for each in zip(*stages, strict=True)])
+        return RankRow(
+            dispatcher=named[0],
+            error=named[1],
+            num_tokens=len(self.batch.x),
+            rounds=count,
+            pairs=_gathered(self.peers, pairs),
+            stages={stage: [each[i] for each in found] for i, stage in enumerate(STAGES)},
+            row_bytes=by_pair(lambda kind: kind == "rows"),
+            other_bytes=by_pair(lambda kind: kind != "rows"),
+            least_row_bytes=self._least(),
+            microseconds=median(whole) * 1e6,
+            alone_microseconds=median(alone) * 1e6 if with_alone else None,
+            ratio=middle,
+            ratio_low=low,
+            ratio_high=high,
+        )
+
+    def _stages(self) -> tuple[int, list[float]]:
+        """The pairs that this rank computes, and seconds of each stage of one call."""
+        layer, x, clock = self.layer, self.batch.x[self.batch.own], time.perf_counter
+        assert layer.dispatcher is not None
+        dist.barrier(self.peers.group)
+        times = [clock()]
+        routing = self.batch.routing(layer, True)
+        times.append(clock())
+        rows, local, handle = layer.dispatcher.dispatch(x, routing)
+        times.append(clock())
+        y = layer.experts(rows, local)
+        times.append(clock())
+        layer.dispatcher.combine(y, handle)
+        times.append(clock())
+        return int((local.expert_ids >= 0).sum()), [b - a for a, b in pairwise(times)]
+
+    def _in_turns(self, count: int, with_alone: bool) -> tuple[list[float], list[float]]:
+        """Seconds of the layer until the slowest rank is done, and of one process, in turns; the same on all ranks."""
+        own, others = [], []
+        for _ in range(count):
+            own.append(sum(self._stages()[1]))
+            if with_alone:
+                others.append(self._alone())
+        all_ranks = _gathered(self.peers, [own, others])
+        return [max(each) for each in zip(*(o for o, _ in all_ranks), strict=True)], all_ranks[0][1]
+
+    def _alone(self) -> float:
+        """Seconds of the whole layer on rank 0 while the others wait; 0 on those."""
+        dist.barrier(self.peers.group)
+        seconds = 0.0
+        if self.alone is not None:
+            torch.set_num_threads(self.plan.threads * self.peers.size)
+            for _ in range(2):  # the first starts the threads
+                start = time.perf_counter()
+                self.alone.experts(self.batch.x, self.batch.routing(self.alone, False))
+                seconds = time.perf_counter() - start
+            torch.set_num_threads(self.plan.threads)
+            time.sleep(ASLEEP)
+        dist.barrier(self.peers.group)
+        return seconds
+
+    def _least(self) -> list[list[int]]:
+        """By the definition, from everybody's ids: [from][to] in bytes."""
+        world = self.peers.size
+        placement = Placement.contiguous(int(self.layer.router.num_experts), world)  # type: ignore[arg-type]
+        rows = [[0] * world for _ in range(world)]
+        total = len(self.batch.x)
+        ends = [total * (rank + 1) // world for rank in range(world)]
+        for source, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
+            ranks, _ = placement.locate(self.batch.ids[start:stop])
+            for target in range(world):
+                rows[source][target] = int((ranks == target).any(1).sum())
+        each = self.batch.x.shape[1] * self.batch.x.element_size()
+        return [[(rows[a][b] + rows[b][a]) * each * (a != b) for b in range(world)] for a in range(world)]
+
+
+def _by_pair(peers: Peers, sent: dict[str, dict[int, int]], wanted: Callable[[str], bool]) -> list[list[int]]:
+    own = [sum(each.get(r, 0) for kind, each in sent.items() if wanted(kind)) for r in range(peers.size)]
+    return [list(row) for row in _gathered(peers, own)]
+
+
+def _gathered(peers: Peers, value: Any) -> list[Any]:
+    """What every rank says, in the order of ranks, as JSON keeps it."""
+    found: list[Any] = [None] * peers.size
+    dist.all_gather_object(found, value, group=peers.group)
+    return found
+
+
+def _told(peers: Peers, value: Any) -> Any:
+    """What rank 0 says."""
+    return _gathered(peers, value)[0]
