@@ -255,3 +255,19 @@ def test_every_raise_has_four_parts(module: Source) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BUILDERS:
             assert len(node.args) == 1, f"{module.where}:{node.lineno}"
             assert {k.arg for k in node.keywords} == {"got", "needs", "fix"}, f"{module.where}:{node.lineno}"
+
+
+def reasons(module: Source) -> set[str]:
+    """Sentences of a module that say why something cannot run: "it ..." of some length."""
+    texts = (n.value for n in ast.walk(module.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return {text for text in texts if re.match(r"it [a-z]+s? .{10,}", text)}
+
+
+def test_a_reason_stands_once() -> None:
+    """Why an implementation cannot run is worded in one place for all that say it."""
+    where: dict[str, list[str]] = {}
+    for module in MODULES:
+        for text in reasons(module):
+            where.setdefault(text, []).append(module.where)
+    assert len(where) > 20
+    assert {text: files for text, files in where.items() if len(files) > 1} == {}

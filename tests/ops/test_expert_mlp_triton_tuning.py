@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
+from forked import python
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton_tuning as tuning
 from moestro.ops.expert_mlp.triton_tuning import Problem
@@ -113,8 +113,9 @@ def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
     """What `python -m` of a module prints, in a process whose kernels are compiled and not interpreted."""
     pytest.importorskip("triton")
     path = os.pathsep.join((str(PACKAGE), str(TESTS)))
+    imports = ("torch._inductor.config", "triton.compiler", "pytest", "moestro.ops.expert_mlp.triton")
     run = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [*python(*imports, TRITON_INTERPRET="0"), "-m", module, *arguments],
         capture_output=True,
         text=True,
         check=False,

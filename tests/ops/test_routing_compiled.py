@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from .engines import PACKAGE, TESTS
+from .test_expert_mlp_triton_tuning import said
 
 pytest.importorskip("triton")
 LINE = re.compile(r"(\w+) (\w+) \((.*)\) shared (\d+) of \d+ registers (\d+) spills (\d+) asserts (\d+) vectors (\d+)")
 
 
 def test_what_a_gpu_would_run() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{PACKAGE}{os.pathsep}{TESTS}"}
-    command = [sys.executable, "-m", "ops.compiled_routing", "sm_90"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    found = [LINE.fullmatch(line).groups() for line in said.splitlines()]
+    found = [LINE.fullmatch(line).groups() for line in said("sm_90", module="ops.compiled_routing")]
     assert {name for _, name, *_ in found} == {
         "rows_kernel",
         "count_kernel",

@@ -43,6 +43,19 @@ class KernelUse:
     rows: int
 
 
+@dataclass(frozen=True)
+class InWaves:
+    """A prepared call of experts in parts, whose sums are those of one call.
+
+    Attributes:
+        rows: of (x, routing, rows): writes the row of each pair that the routing names to rows, float32 [T, K, H].
+        total: of (x, routing, rows, num_experts): the sum of each token's slots, from the rows of all pairs.
+    """
+
+    rows: Callable[..., None]
+    total: Callable[..., Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A call that has been decided: it can be run, explained, observed and kept.
@@ -56,6 +69,7 @@ class Prepared:
         workspace_bytes: memory beside arguments and result; None where PyTorch's own operations allocate it.
         kernels: what exactly runs for these very arguments, as far as the implementation can tell.
         routed_only: whether of unstacked experts it reads those that ids name, and no others.
+        in_waves: the same in parts, where it can be computed so.
     """
 
     implementation: str
@@ -66,6 +80,7 @@ class Prepared:
     workspace_bytes: int | None = None
     kernels: Callable[..., tuple[KernelUse, ...]] = field(default=lambda *arguments: (), repr=False)
     routed_only: bool = False
+    in_waves: InWaves | None = field(default=None, repr=False)
 
     def __call__(self, *arguments: Any) -> Any:
         return self.compute(*arguments)
@@ -152,7 +167,7 @@ def call(operation: Operation, *arguments: Any) -> Any:
     prepared = prepare(operation, *arguments)
     result = prepared.compute(*arguments)
     if _OBSERVERS.get():
-        _tell(operation, prepared, arguments, result)
+        tell(operation, prepared, arguments, result)
     return result
 
 
@@ -254,7 +269,8 @@ def observed(operation: Operation, observer: Observer) -> Iterator[None]:
         _OBSERVERS.reset(token)
 
 
-def _tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
+    """Tell observers of a call that was computed by its prepared one, in whatever parts."""
     observers = _OBSERVERS.get()
     token = _OBSERVERS.set(())
     try:

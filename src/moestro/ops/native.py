@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moestro import settings
 from moestro.errors import invalid_input
-from moestro.ops.tensors import is_ordinary, no_memory
+from moestro.ops.tensors import is_ordinary, no_memory, not_on_cpu
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,7 @@ def unreadable(tensor: Tensor) -> str | None:
     """Why the engine cannot read one tensor of numbers where it lies; None if it can."""
     if module is None:
         return missing()
-    if not tensor.is_cpu:
-        return f"it computes on the CPU, and its argument is on {tensor.device.type}"
-    return no_memory(tensor)
+    return not_on_cpu(tensor) or no_memory(tensor)
 
 
 def ids_and_weights_fit(expert_ids: Tensor, routing_weights: Tensor | None, num_experts: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from torch.autograd import forward_ad
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _KINDS = frozenset(_ORDINARY)
-_kind = attrgetter("dtype", "shape", "device")
-_wants_gradient = attrgetter("requires_grad")
 _CPU = torch.device("cpu")
 
 Layout = tuple[int, tuple[int, ...], torch.dtype, torch.Size, bool]
@@ -24,7 +21,19 @@ TRACED = "a graph that is traced is to see every operation"
 NOT_ORDINARY = "it reads memory as it is, and a tensor is of a subclass or stands for its negative"
 GRADIENT = "it computes no gradients, and a tensor requires one"
 FORWARD_MODE = "it computes no gradients, and forward-mode differentiation is on"
-PYTHON_FUNCTION = "it cannot call a Python function, and the activation or the output norm is one"
+
+
+def not_on_cpu(tensor: Tensor) -> str | None:
+    """Why what computes on the CPU cannot take this tensor; None if it can."""
+    return None if tensor.is_cpu else f"it computes on the CPU, and its argument is on {tensor.device.type}"
+
+
+def not_of(dtypes: Iterable[torch.dtype], *tensors: Tensor, named: str = "a tensor is") -> str | None:
+    """Why what computes in float32 does not take tensors of other dtypes than these; None if all are of them."""
+    for t in tensors:
+        if t.dtype not in dtypes:
+            return f"it computes in float32, and {named} of {t.dtype}"
+    return None
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -79,10 +88,15 @@ def rows(matrix: Tensor) -> Tensor:
 
 def call_key(*tensors: Tensor) -> tuple[Any, ...] | None:
     """All of the tensors but their addresses that decides how a call is computed; None where no call is like it."""
-    if not _KINDS.issuperset(map(type, tensors)) or is_intercepted() or forward_ad._current_level >= 0:
+    if is_intercepted() or forward_ad._current_level >= 0:
         return None
-    recorded = tuple(map(_wants_gradient, tensors)) if torch.is_grad_enabled() else None
-    return recorded, *map(_kind, tensors), *map(Tensor.stride, tensors), *map(Tensor.is_neg, tensors)
+    recorded = torch.is_grad_enabled()
+    key: list[Any] = [recorded]
+    for t in tensors:
+        if type(t) not in _KINDS:
+            return None
+        key.append((t.dtype, t.shape, t.device, t.stride(), t.is_neg(), recorded and t.requires_grad))
+    return tuple(key)
 
 
 def layout_key(tensors: Iterable[Tensor]) -> list[Layout]:

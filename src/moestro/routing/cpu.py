@@ -17,7 +17,7 @@ from moestro.ops import native
 from moestro.ops.dispatch import Prepared
 from moestro.ops.tensors import empty, no_gradient, rows
 from moestro.routing.groups import GroupLimit
-from moestro.routing.scoring import Scoring
+from moestro.routing.scoring import Scoring, why_unscored
 from moestro.types import Routing
 
 
@@ -57,12 +57,9 @@ def why_unsupported(logits: Tensor, scoring: Scoring, correction: Tensor | None)
     reason = native.unreadable(logits) or no_gradient(logits)
     if reason is None and correction is not None:
         reason = native.unreadable(correction)
+    reason = reason or why_unscored(logits, scoring, native.SCORES)
     if reason is not None:
         return reason
-    if logits.dtype != torch.float32:
-        return f"it computes in float32, and logits are of {logits.dtype}"
-    if scoring.score not in native.SCORES:
-        return f"it has no score {scoring.score!r}"
     if scoring.logit_softcap is not None or scoring.shared_experts:
         return f"it knows no scoring with {'shared experts' if scoring.logit_softcap is None else 'a soft-cap'}"
     if not isinstance(scoring.renormalize, bool):

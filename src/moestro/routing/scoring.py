@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moestro.errors import invalid_input
+from moestro.ops.tensors import not_of
 from moestro.types import WeightOn
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"]
@@ -108,6 +109,12 @@ class Scoring:
     def takes_infinity(self) -> bool:
         """Whether a logit of +inf has a finite score."""
         return self.score == "sigmoid" or self.logit_softcap is not None
+
+
+def why_unscored(logits: Tensor, scoring: Scoring, scores: Container[str]) -> str | None:
+    """Why an implementation in float32 that has these scores cannot score the logits; None if it can."""
+    reason = not_of((torch.float32,), logits, named="logits are")
+    return reason or (None if scoring.score in scores else f"it has no score {scoring.score!r}")
 
 
 def _require(ok: bool, name: str, scoring: Scoring, needs: str) -> None:

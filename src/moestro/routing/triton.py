@@ -17,7 +17,7 @@ from moestro.ops.gpu_checks import ASSERTING
 from moestro.ops.tensors import empty, rows
 from moestro.ops.topk import tuning
 from moestro.routing.groups import GroupLimit
-from moestro.routing.scoring import Scoring
+from moestro.routing.scoring import Scoring, why_unscored
 from moestro.types import Routing
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "sparsemixer": 3}
@@ -76,15 +76,10 @@ def why_unsupported(
             reason = f"it reads one device, and the correction bias is on {correction.device}"
     if reason is not None:
         return reason
-    if logits.dtype != torch.float32:
-        return f"it computes in float32, and logits are of {logits.dtype}"
-    if scoring.score not in _SCORES:
-        return f"it has no score {scoring.score!r}"
-    if logits.shape[-1] > tuning.MOST_EXPERTS:
-        return f"a program holds at most {tuning.MOST_EXPERTS} scores of a token, not {logits.shape[-1]}"
-    slots = top_k + scoring.shared_experts
-    if slots > tuning.MOST_TAKEN:
-        return f"it takes one score after another, at most {tuning.MOST_TAKEN}, not {slots}"
+    reason = why_unscored(logits, scoring, _SCORES)
+    reason = reason or tuning.why_no_program(logits.shape[-1], top_k + scoring.shared_experts)
+    if reason is not None:
+        return reason
     if scoring.shared_experts and (limits[0] > 1 or scoring.score == "sparsemixer"):
         return "it knows shared experts neither in groups nor with the score 'sparsemixer'"
     return None

@@ -10,11 +10,12 @@ from torch import Tensor
 from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import SplitTensor
 from moestro.ops import native
-from moestro.ops.dispatch import KernelUse, Prepared
+from moestro.ops.dispatch import InWaves, KernelUse, Prepared
 from moestro.ops.expert_mlp import crossover
 from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable
+from moestro.ops.expert_mlp.reasons import no_activation
 from moestro.ops.expert_mlp.tuning import named_strategy
-from moestro.ops.tensors import PYTHON_FUNCTION, no_extent, no_gradient, no_memory
+from moestro.ops.tensors import no_extent, no_gradient, no_memory, not_of
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -65,7 +66,29 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         handle.workspace_bytes(x.shape[0]),
         kernels,
         routed_only=walk != "all_experts",
+        in_waves=_in_waves(handle, threads),
     )
+
+
+def _in_waves(handle: Any, threads: int) -> InWaves:
+    """The same call, its rows by themselves and their sums by themselves."""
+
+    def rows(x: Tensor, routing: Routing, to: Tensor) -> None:
+        ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+        given = x if x.stride(1) == 1 else x.contiguous()
+        addresses = given.data_ptr(), given.stride(0), ids.data_ptr(), w.data_ptr(), to.data_ptr()
+        try:
+            handle.run_rows(threads, given.shape[0], *addresses)
+        except ValueError as error:
+            raise _refused(error) from None
+
+    def total(x: Tensor, routing: Routing, rows: Tensor, num_experts: int) -> Tensor:
+        ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        handle.sum(threads, x.shape[0], rows.data_ptr(), ids.data_ptr(), w.data_ptr(), out.data_ptr(), num_experts)
+        return out
+
+    return InWaves(rows, total)
 
 
 def _refused(error: ValueError) -> UnsupportedError:
@@ -104,19 +127,18 @@ def _wrong_tensors(x: Tensor, routing: Routing, weights: ExpertWeights) -> str |
     reason = no_memory(*floats, routing.expert_ids, *weights.tensors)
     if reason is not None:
         return reason
-    for t in floats:
-        if t.dtype not in _FLOATS:
-            return f"it computes in float32, and a tensor is of {t.dtype}"
+    reason = not_of(_FLOATS, *floats)
+    if reason is not None:
+        return reason
     if routing.routing_weights.dtype != torch.float32:
         return f"it reads routing weights of float32, and these are of {routing.routing_weights.dtype}"
     return no_gradient(*floats, *weights.tensors) or no_extent(x, routing.expert_ids, routing.routing_weights, *biases)
 
 
 def _wrong_layer(routing: Routing, weights: ExpertWeights) -> str | None:
-    if weights.activation.kind == "custom" or weights.output_norm is not None:
-        return PYTHON_FUNCTION
-    if weights.activation.kind not in native.ACTIVATIONS:
-        return f"it has no activation {weights.activation.kind!r}"
+    reason = no_activation(weights, native.ACTIVATIONS.__contains__)
+    if reason is not None:
+        return reason
     if routing.top_k > native.LIMITS["most_slots"]:
         return f"it takes at most {native.LIMITS['most_slots']} slots a token, not {routing.top_k}"
     if weights.num_experts >= native.LIMITS["most_experts"]:

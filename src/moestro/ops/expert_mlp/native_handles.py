@@ -10,6 +10,7 @@ from torch import Tensor
 from moestro import formats
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import native
+from moestro.ops.expert_mlp.reasons import UNREAD_ZEROS, exchanged
 from moestro.ops.tensors import no_extent
 
 _SCALES = {
@@ -33,10 +34,9 @@ def why_unreadable(stored: StoredExperts) -> str | None:
     reason = _unread_scaling(form)
     if reason is not None:
         return f"{reason}, and {{name}} is stored as {form.name}"
-    matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
-    # `.data =` and Module.to(dtype) exchange what a parameter holds.
-    if any(m.data.dtype != form.storage for m in matrices):
-        return f"{{name}} is described as {form.name} and has come to hold numbers of another dtype"
+    reason = exchanged(stored)
+    if reason is not None:
+        return reason
     if isinstance(stored, SplitTensor):
         return _uneven_matrices(stored)
     for t in (stored.data, stored.scales, stored.zeros):
@@ -51,7 +51,7 @@ def _unread_scaling(form: WeightFormat) -> str | None:
         return None
     columns, least = form.scaling.columns, 16 if form.per_item == 2 else 32
     if form.scaling.zeros != (form.element == "uint4"):
-        return "it reads zero points of uint4 and of no other element"
+        return UNREAD_ZEROS
     if columns and (columns < least or columns & (columns - 1)):
         return f"it reads scales of a row, or of a power of two of its columns, here at least {least}"
     return None

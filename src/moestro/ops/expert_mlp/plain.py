@@ -95,7 +95,14 @@ class Batch(NamedTuple):
 
 
 def expert_rows(rows: Tensor, weights: ExpertWeights, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
-    """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded."""
+    """E_e(x) for rows [n, H] covered by spans -> [n, H], written to `out` if given; no gradient is recorded.
+
+    Weights that have a `rows_of` are asked for the rows instead: `moestro.memory.waves` has such.
+    """
+    rows_of = getattr(weights, "rows_of", None)
+    if rows_of is not None:
+        y: Tensor = rows_of(rows, spans, out)
+        return y
     first, last = weights.gate_up, weights.down
     if weights.input_format != "float":
         to = weights.input_format

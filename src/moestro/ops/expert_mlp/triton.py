@@ -15,10 +15,11 @@ from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightForm
 from moestro.ops import gpu
 from moestro.ops.dispatch import KernelUse, Prepared
 from moestro.ops.expert_mlp import triton_tuning
+from moestro.ops.expert_mlp.reasons import UNREAD_ZEROS, exchanged, matrices_of, no_activation
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
 from moestro.ops.expert_mlp.tuning import named_strategy
 from moestro.ops.grouping import tuning as grouping_tuning
-from moestro.ops.tensors import PYTHON_FUNCTION
+from moestro.ops.tensors import not_of
 from moestro.types import EMPTY, Routing
 from moestro.weights import ExpertWeights
 
@@ -93,10 +94,9 @@ def _walked(routing: Routing, weights: ExpertWeights, every: bool) -> Routing:
 
 def _no_layer(weights: ExpertWeights) -> str | None:
     """Why these kernels have no layer like this; None if they do."""
-    if weights.activation.kind == "custom" or weights.output_norm is not None:
-        return PYTHON_FUNCTION
-    if not _has_activation(weights.activation.kind):
-        return f"it has no activation {weights.activation.kind!r}"
+    reason = no_activation(weights, _has_activation)
+    if reason is not None:
+        return reason
     if weights.num_experts > grouping_tuning.MOST_EXPERTS:
         return f"it orders rows by at most {grouping_tuning.MOST_EXPERTS} experts, not {weights.num_experts}"
     for name, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
@@ -114,10 +114,10 @@ def _unread(name: str, stored: StoredExperts) -> str | None:
     reason = None if form.is_dense else _undecoded(form)
     if reason is not None:
         return f"{reason}, and {name} is stored as {form.name}"
-    matrices = [m for parts in stored.matrices for m in parts] if isinstance(stored, SplitTensor) else [stored]
-    for matrix in matrices:
-        if matrix.data.dtype != form.storage:  # `.data =` and Module.to(dtype) exchange what a parameter holds
-            return f"{name} is described as {form.name} and has come to hold numbers of another dtype"
+    reason = exchanged(stored)
+    if reason is not None:
+        return reason.format(name=name)
+    for matrix in matrices_of(stored):
         if form.per_item == 2 and not _is_words(matrix.data):
             return f"it reads two bytes at once, and those of {name} are not in rows at even addresses"
     return _no_table(name, stored.matrices) if isinstance(stored, SplitTensor) else None
@@ -129,7 +129,7 @@ def _undecoded(form: WeightFormat) -> str | None:
     if least is None or scaling is None or form.per_item not in (1, 2):
         return f"it decodes {', '.join(_DECODED)}"
     if scaling.zeros != (form.element == "uint4"):
-        return "it reads zero points of uint4 and of no other element"
+        return UNREAD_ZEROS
     columns, rows = scaling.columns, scaling.rows
     if form.per_item == 2 and (rows != 1 or columns < least or columns & (columns - 1)):
         return f"it reads scales of four-bit weights for a power of two of a row's columns, at least {least}"
@@ -172,10 +172,7 @@ def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
 def _no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """Why these kernels do not compute with tensors of such dtypes; None if they do."""
     biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
-    for t in (x, routing.routing_weights, *biases):
-        if t.dtype not in _FLOATS:
-            return f"it computes in float32, and a tensor is of {t.dtype}"
-    return None
+    return not_of(_FLOATS, x, routing.routing_weights, *biases)
 
 
 def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Plan:

@@ -7,15 +7,14 @@ from torch import Tensor
 
 from moestro.ops import native
 from moestro.ops.dispatch import Prepared
+from moestro.ops.grouping import tuning
 from moestro.ops.grouping.plain import block_bound
 from moestro.ops.grouping.records import BlockSchedule, Grouping
 
 
 def prepare(expert_ids: Tensor, num_experts: int, block_size: int | None = None) -> Prepared | str:
     """The call, or the reason why the engine cannot order these ids."""
-    reason, most = native.unreadable(expert_ids), native.LIMITS.get("most_experts", 0)
-    if reason is None and num_experts > most:
-        reason = f"it orders by at most {most} experts, not {num_experts}"
+    reason = native.unreadable(expert_ids) or tuning.too_many(num_experts, native.LIMITS["most_experts"])
     call = group_by_expert if block_size is None else block_schedule
     return reason or Prepared("cpu-native", call, threads=torch.get_num_threads())
 

@@ -62,11 +62,9 @@ def prepare(expert_ids: Tensor, num_experts: int, block_size: int | None = None)
 
 def why_unsupported(expert_ids: Tensor, num_experts: int) -> str | None:
     """Why these ids cannot be ordered on a GPU; None if they can."""
-    reason = gpu.unreadable(expert_ids)
+    reason = gpu.unreadable(expert_ids) or tuning.too_many(num_experts, tuning.MOST_EXPERTS)
     if reason is not None:
         return reason
-    if num_experts > tuning.MOST_EXPERTS:
-        return f"it orders by at most {tuning.MOST_EXPERTS} experts, not {num_experts}"
     looks = expert_ids.numel() * num_experts
     if looks > tuning.MOST_LOOKS:
         return f"every expert's program looks at every slot, at most {tuning.MOST_LOOKS} in all, and here are {looks}"

@@ -23,6 +23,11 @@ CHUNK_TILE, MOST_CHUNKS, CHUNK_CELLS = 1024, 256, 4096
 _MOST_BINS_TIMES_TILE = 1 << 22  # beyond it programs spill registers (ptxas for sm_80 to sm_90)
 
 
+def too_many(num_experts: int, most: int) -> str | None:
+    """Why an implementation that orders by so many experts cannot order by these; None if it can."""
+    return f"it orders by at most {most} experts, not {num_experts}" if num_experts > most else None
+
+
 def launch(num_pairs: int, num_experts: int) -> tuple[int, int, int]:
     """Bins, tile and warps of the GPU's programs, each of which looks at every slot.
 

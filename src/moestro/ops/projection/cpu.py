@@ -10,7 +10,7 @@ from torch import Tensor
 from moestro.ops import native
 from moestro.ops.dispatch import KernelUse, Prepared
 from moestro.ops.projection import tuning
-from moestro.ops.tensors import empty, no_extent, no_gradient, no_memory, rows
+from moestro.ops.tensors import empty, no_extent, no_gradient, no_memory, not_on_cpu, rows
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,8 +63,8 @@ def why_unsupported(isa: native.Isa, x: Tensor, weight: Tensor, bias: Tensor | N
         return "it multiplies int8 inputs only"
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for t in tensors:
-        if not t.is_cpu:
-            return f"it computes on the CPU, and its argument is on {t.device.type}"
+        if (reason := not_on_cpu(t)) is not None:
+            return reason
         if t.dtype not in _DTYPES or (isa.multiplies_bfloat16 and t.dtype is not torch.bfloat16):
             return (
                 f"it multiplies {'bfloat16' if isa.multiplies_bfloat16 else 'floats of 16 and 32 bits'}, not {t.dtype}"

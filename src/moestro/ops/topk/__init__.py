@@ -70,7 +70,7 @@ def _look(scores: Tensor, k: int) -> dispatch.Looked | None:
 
 def _branchless(scores: Tensor, k: int) -> dispatch.Prepared | str:
     if scores.dtype == torch.float64:
-        return "a float64 score and its index do not fit one 64-bit word"
+        return tuning.NO_WORD
     if torch.compiler.is_compiling() or tuning.rank_fits(*scores.shape):
         # A traced graph holds for every num_tokens, so the limit is the caller's there.
         return plain.checked("branchless", plain.topk_by_rank)

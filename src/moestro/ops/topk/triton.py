@@ -53,12 +53,8 @@ def why_unsupported(scores: Tensor, k: int) -> str | None:
     if reason is not None:
         return reason
     if scores.dtype not in _BITS:
-        return "a float64 score and its index do not fit one 64-bit word"
-    if scores.shape[-1] > tuning.MOST_EXPERTS:
-        return f"a program holds at most {tuning.MOST_EXPERTS} scores of a token, not {scores.shape[-1]}"
-    if k > tuning.MOST_TAKEN:
-        return f"it takes one score after another, at most {tuning.MOST_TAKEN}, not {k}"
-    return None
+        return tuning.NO_WORD
+    return tuning.why_no_program(scores.shape[-1], k)
 
 
 def _launch(num_experts: int, k: int, dtype: torch.dtype, given: tuple[Hashable, ...]) -> tuple[gpu.Launch, int]:

@@ -8,11 +8,21 @@ MOST_EXPERTS = 4096
 MOST_TAKEN = 64
 """Scores that it takes one after another."""
 _TILE = 512
+NO_WORD = "a float64 score and its index do not fit one 64-bit word"
 
 
 def rank_fits(num_tokens: int, num_experts: int) -> bool:
     """Whether the T * E * E comparisons of ranking stay within 64 Mi entries."""
     return num_tokens * num_experts * num_experts <= RANK_LIMIT
+
+
+def why_no_program(num_experts: int, taken: int) -> str | None:
+    """Why a GPU's program cannot rank so many scores of a token and take so many; None if it can."""
+    if num_experts > MOST_EXPERTS:
+        return f"a program holds at most {MOST_EXPERTS} scores of a token, not {num_experts}"
+    if taken > MOST_TAKEN:
+        return f"it takes one score after another, at most {MOST_TAKEN}, not {taken}"
+    return None
 
 
 def power_of_two(n: int) -> int:
