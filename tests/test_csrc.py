@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
-    [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "tests" / "native" / "driver.cpp"]
+    [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "tests" / "native").glob("*.cpp")]
 )
 BY_NAME = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 

@@ -141,12 +141,16 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     ("names", "page"),
     [
         (["generate"], "cli"),
+        (["chat"], "cli"),
         (["info"], "cli"),
+        (["serve"], "cli"),
         (["quantize"], "cli"),
         (["tune"], "gpu"),
         (["quality"], "quality"),
         (["simulate"], "simulate"),
+        (["cache"], "cache"),
         (["bench", "layer"], "bench"),
+        (["bench", "parallel"], "bench"),
     ],
     ids=str,
 )

@@ -6,11 +6,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from forked import python
 from howto_edits import Block, apply, read_blocks
 from moestro.ops import native
 from source import ROOT
@@ -46,6 +47,15 @@ FILES: dict[str, list[list[str]]] = {
 }
 """By page: the files that its blocks change or add, before each trial. What an addition costs is meant to stay this."""
 
+TRITON = find_spec("triton") is not None
+SETTINGS = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+IMPORTS = (
+    "torch._inductor.config",
+    "transformers.core_model_loading",
+    *(["triton.language"] if find_spec("triton") else []),
+)
+"""What the trials import before moestro, whose sources each has changed."""
+
 _BEFORE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]  # of an editable install
@@ -72,8 +82,7 @@ def tree(tmp_path: Path) -> Path:
 def run_python(block: Block, tree: Path) -> None:
     """Run a `try.py` on the changed tree: on the CPU, and in Triton's interpreter where it asks for that."""
     source = _BEFORE.format(source=str(tree / "src"), script=str(tree / block.path), name=block.where)
-    settings = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run([sys.executable, "-c", source], block, tree, {**os.environ, **settings})
+    run([*python(*IMPORTS, **SETTINGS), "-c", source], block, tree, {**os.environ, **SETTINGS})
 
 
 def run_cpp(block: Block, tree: Path, changed: list[str]) -> None:

@@ -14,20 +14,23 @@ LAYERS: list[set[str]] = [
     {"errors", "settings", "types", "machine", "tolerances"},
     {"formats", "weights", "reference"},
     {"ops"},
-    {"routing", "experts", "shared"},
+    {"routing", "experts", "shared", "memory"},
     {"moe"},
     {"checkpoint", "explain"},
     {"bench", "quality", "parallel"},
     {"hf"},
+    {"serve"},
     {"cli", "__main__"},
 ]
 LAYER_OF = {part: i for i, parts in enumerate(LAYERS) for part in parts}
 SURFACE = "moestro"
 """moestro/__init__.py gathers the public names; only what lies above the layer, and nothing in it, may import it."""
 
-OPTIONAL = {"transformers", "tokenizers", "triton", "typer", "rich", "matplotlib", "huggingface_hub"}
+OF_SERVE = {"fastapi", "starlette", "uvicorn", "openai", "prometheus_client", "jinja2", "llguidance"}
+OPTIONAL = {"transformers", "tokenizers", "triton", "typer", "rich", "matplotlib", "huggingface_hub", *OF_SERVE}
 FREE_AT_IMPORT = {
     "hf": {"transformers", "tokenizers", "huggingface_hub", "rich"},
+    "serve": {"transformers", "tokenizers", *OF_SERVE},
     "cli": {"typer", "rich"},
     "bench": {"rich", "matplotlib"},
 }

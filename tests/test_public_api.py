@@ -38,7 +38,13 @@ PUBLIC = {
     "use",
 }
 SUBMODULES = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-ENVIRONMENT = {"MOESTRO_BENCH_PEERS", "MOESTRO_IMPLEMENTATION", "MOESTRO_STRATEGY", "MOESTRO_WITHOUT_FEATURES"}
+ENVIRONMENT = {
+    "MOESTRO_API_KEY",
+    "MOESTRO_BENCH_PEERS",
+    "MOESTRO_IMPLEMENTATION",
+    "MOESTRO_STRATEGY",
+    "MOESTRO_WITHOUT_FEATURES",
+}
 IMPORT_SECONDS = 0.3
 OPTIONAL = ("transformers", "triton", "typer", "rich", "matplotlib", "safetensors")
 
@@ -153,10 +159,9 @@ def test_importing_loads_no_optional_part() -> None:
 
 
 def test_import_time() -> None:
-    """The one law on time: the best of several processes, each timing the import after torch's own, in CPU seconds."""
+    """The one law on time: one of several processes, each timing the import after torch's own, in CPU seconds."""
     code = "import time, torch; t = time.process_time(); import moestro; print(time.process_time() - t)"
-    best = min(float(python(code, PYTHONDONTWRITEBYTECODE="")) for _ in range(4))
-    assert best < IMPORT_SECONDS
+    assert any(float(python(code, PYTHONDONTWRITEBYTECODE="")) < IMPORT_SECONDS for _ in range(4))
 
 
 def reads_environment(module: Source) -> list[str]:

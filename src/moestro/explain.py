@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Explanation:
         workspace_bytes: memory beside arguments and result; None where PyTorch's own operations allocate it.
         weights: how the experts are stored, the bytes one of them reads, and how they are used (expert_mlp only).
         forced: the implementation forced by `moestro.use` or the environment, or None.
+        dispatch: how rows would reach their experts and why, of a layer whose dispatcher chooses; else None.
     """
 
     operation: str
@@ -62,6 +63,7 @@ class Explanation:
     workspace_bytes: int | None = None
     weights: str | None = None
     forced: str | None = None
+    dispatch: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -75,6 +77,8 @@ class Explanation:
         for c in self.candidates:
             mark = ">" if c.name == self.chosen else " "
             lines.append(f"  {mark} {c.name:<{width}}  {c.reason or 'can run this'}")
+        if self.dispatch:
+            lines.append(f"  dispatch {self.dispatch}")
         if self.strategy:
             lines.append(f"  strategy {self.strategy}: {self.strategy_reason}")
         for use in self.kernels:
@@ -105,9 +109,11 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         x = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
             routing = operation.route(x)
-            if operation.dispatcher is not None:
-                x, routing, _ = operation.dispatcher.dispatch(x, routing)
-        return explain(operation.experts, x, routing)
+            dispatcher, said = operation.dispatcher, None
+            if dispatcher is not None:
+                x, routing, handle = dispatcher.dispatch(x, routing)
+                said = dispatcher.describe(handle) if hasattr(dispatcher, "describe") else None
+        return replace(explain(operation.experts, x, routing), dispatch=said)
     if isinstance(operation, Experts):
         x, routing = _arguments(operation.forward, arguments, "Experts")
         return explain(expert_mlp, x, routing, operation.weights, operation.strategy)
@@ -158,6 +164,8 @@ def _describe(weights: ExpertWeights, chosen: str | None) -> str:
     stored = (weights.gate_up, weights.down)
     names = dict.fromkeys(f"{s.format.name}{' (unstacked)' if isinstance(s, SplitTensor) else ''}" for s in stored)
     text = f"{' and '.join(names)}: {weights.bytes_per_expert:,} bytes an expert"
+    if (note := getattr(weights, "note", "")) and isinstance(note, str):
+        text = f"{text}, {note}"
     if weights.input_format != "float":
         return f"{text}, input format {weights.input_format}"
     if all(s.format.is_dense for s in stored) or chosen is None:

@@ -15,6 +15,7 @@ IMPLEMENTATION_VARIABLE = "MOESTRO_IMPLEMENTATION"
 STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
 BENCH_PEERS_VARIABLE = "MOESTRO_BENCH_PEERS"
 MASK_VARIABLE = "MOESTRO_WITHOUT_FEATURES"
+API_KEY_VARIABLE = "MOESTRO_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Settings:
     strategy: str | None = None
 
 
-# A variable that is set but empty names nothing.
+# Either variable, set but empty, names nothing.
 _PROCESS = Settings(os.environ.get(IMPLEMENTATION_VARIABLE) or None, os.environ.get(STRATEGY_VARIABLE) or None)
 _Blocks = tuple[Settings, ...]
 
@@ -56,6 +57,11 @@ MASKED = tuple(os.environ.get(MASK_VARIABLE, "").replace(",", " ").split())
 def bench_peers() -> str | None:
     """The folder of peers that the benchmark may run beside those of PyTorch and Transformers; read when asked."""
     return os.environ.get(BENCH_PEERS_VARIABLE) or None
+
+
+def api_keys() -> str | None:
+    """The keys that open `moestro serve`, separated by commas; read when asked, and "" where the variable is empty."""
+    return os.environ.get(API_KEY_VARIABLE)
 
 
 @contextmanager

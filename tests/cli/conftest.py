@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+
+from forked import python
 
 CONTEXT = 64
 SIZES = {
@@ -61,6 +64,21 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
     if model.can_generate():
         model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
+
+
+IMPORTS = (
+    "moestro.cli",
+    "moestro.hf.generate",
+    "moestro.hf.text_model",
+    "moestro.hf.quantization",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+
+@pytest.fixture(scope="session")
+def forked() -> str:
+    """How a shell starts `python -m moestro` as a fork of a process that has imported everything."""
+    return shlex.join([*python(*IMPORTS), "-m", "moestro"])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -319,9 +320,12 @@ def refused(result: Result, says: str) -> None:
     assert says in line
 
 
-def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+MODULE = f"{sys.executable} -m moestro"
+
+
+def script(start: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "moestro", *arguments],
+        [*shlex.split(start), *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -329,15 +333,16 @@ def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_as_a_process(model_folder: Path) -> None:
-    done = script("generate", PROMPT, "--model", str(model_folder), "--max-new-tokens", "3")
+def test_as_a_process(model_folder: Path, forked: str) -> None:
+    done = script(MODULE, "generate", PROMPT, "--model", str(model_folder), "--max-new-tokens", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(PROMPT)
     assert len(done.stderr.splitlines()) == 2, done.stderr
-    narrow = script("generate", "é", "--model", str(model_folder), "--max-new-tokens", "3", PYTHONIOENCODING="ascii")
+    options = ("--model", str(model_folder), "--max-new-tokens", "3")
+    narrow = script(forked, "generate", "é", *options, PYTHONIOENCODING="ascii")
     assert narrow.returncode == 0, narrow.stderr
     assert narrow.stdout.startswith("?")
-    failed = script("generate", PROMPT, "--model", "./nowhere")
+    failed = script(forked, "generate", PROMPT, "--model", "./nowhere")
     assert failed.returncode == 2
     assert len(failed.stderr.splitlines()) == 1
 
@@ -353,8 +358,8 @@ def test_the_bundled_model() -> None:
     assert one == again != found["text"]
 
 
-def test_greedy_prints_no_warning() -> None:
-    done = script("generate", "def ", "--no-do-sample", "--max-new-tokens", "2")
+def test_greedy_prints_no_warning(forked: str) -> None:
+    done = script(forked, "generate", "def ", "--no-do-sample", "--max-new-tokens", "2")
     assert done.returncode == 0
     assert len(done.stderr.splitlines()) == 2, done.stderr
 
@@ -421,3 +426,28 @@ print("\\nLOADED", *({"transformers", "matplotlib", "tokenizers"} & set(sys.modu
 
 def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"moestro {moestro.__version__}\n"
+
+
+def test_within_a_memory_budget(model_folder: Path) -> None:
+    options = (PROMPT, "--model", str(model_folder), "--max-new-tokens", "20")
+    result = run(*options, "--memory", "4kB")
+    assert result.exit_code == 0
+    assert result.stdout == PROMPT + expected_text(model_folder, 20) + "\n"
+    speeds, layers, hits, memory = result.stderr.splitlines()
+    assert speeds.startswith("prompt ")
+    assert layers.endswith("experts float32, read as needed")
+    assert re.match(
+        r"prompt [\d.]+% of \d+ lookups hit, .+ s waited for$|generation [\d.]+% of \d+ lookups hit, ", hits
+    )
+    assert memory.startswith("experts in 3.1 kB of 12.3 kB, below the 6.1 kB of a token: 2 slots, policy expected, ")
+    found = as_json(*options, "--memory", "8KiB")
+    assert found["memory"]["budget_bytes"] == 8192
+    assert found["memory"]["decode"]["lookups"] > 0
+    assert as_json(*options)["memory"] is None
+
+
+@pytest.mark.parametrize("memory", ["2kB", "much", "0"])
+def test_memory_budgets_that_do_not_work(model_folder: Path, memory: str) -> None:
+    result = run(PROMPT, "--model", str(model_folder), "--memory", memory)
+    assert result.exit_code == 2
+    assert FOUR_PARTS.fullmatch(result.stderr.strip().removeprefix("moestro: "))

@@ -25,7 +25,7 @@ from moestro.checkpoint import open_checkpoint, quantize
 from moestro.checkpoint.quantize import Job, Progress, Report, quantize_checkpoint
 from moestro.cli import app
 from moestro.cli.progress import bar
-from moestro.cli.quantize import _bytes, _overrides
+from moestro.cli.quantize import _overrides
 from moestro.formats import dequantize, find_format
 from moestro.formats import quantize as quantize_weight
 
@@ -191,13 +191,6 @@ def test_the_bar_starts_where_an_earlier_run_stopped(
 def test_the_last_override_decides() -> None:
     found = _overrides(["*a=int8", "*b=mxfp4", "*a=bf16", "x=y=nvfp4"])
     assert list(found.items()) == [("*b", "mxfp4"), ("*a", "bf16"), ("x=y", "nvfp4")]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("5GB", 5 * 10**9), ("2GiB", 2**31), ("1.5 mb", 1_500_000), ("700", 700), ("3B", 3)]
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert _bytes(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moestro.cli import app, simulate
+from moestro.memory import LayerSize, Recorder
 from moestro.parallel.simulate_report import COLUMNS
 
 FOUR_PARTS = re.compile(r"\[\w+\] got .+; needs .+\. .+\.")
@@ -67,6 +68,22 @@ def test_a_trace_is_run_after_its_first_half(tmp_path: Path) -> None:
     assert found["rows"][0]["simulation"]["pairs"] == [2, 12]
     more = json.loads(run(*options, "--experts", 8).stdout)
     assert more["rows"][0]["simulation"]["pairs"] == [14, 0]
+
+
+def test_a_layer_of_a_recorded_run(tmp_path: Path) -> None:
+    recorder, size = Recorder("m"), LayerSize(6, 2, 1)
+    for ids in ([[0, 1]] * 5, [[2, 3], [4, 5]], [[1, 0]]):
+        recorder.add(0, size, np.array([[5, 4]]))
+        recorder.add(1, size, np.array(ids))
+    recorder.trace().write(tmp_path / "run.npz")
+    options = ("--trace", tmp_path / "run.npz", "--mesh", "2", "--policy", "contiguous", "--json")
+    found = json.loads(run(*options, "--trace-layer", 1).stdout)
+    assert (found["batch"]["num_tokens"], found["batch"]["history"]) == (4, 4)
+    assert found["rows"][0]["simulation"]["pairs"] == [5, 3]
+    assert json.loads(run(*options).stdout)["batch"]["num_tokens"] == 2
+    assert "got layer 2 of a trace of 2; needs 0 to 1" in run(*options, "--trace-layer", 2, code=2).stderr
+    np.save(tmp_path / "ids.npy", np.array([[0, 1]] * 4))
+    assert "got layer 1 of" in run("--trace", tmp_path / "ids.npy", "--trace-layer", 1, code=2).stderr
 
 
 def test_one_rank() -> None:

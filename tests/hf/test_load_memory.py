@@ -1,7 +1,7 @@
 """What loading takes: at most the model's final size, and two of its largest tensors beside it.
 
-Each case runs in a process of its own, which has loaded a tiny checkpoint before, so that what Python and Transformers
-take for themselves is not counted.
+Each case runs in a process of its own, a fork, which has loaded a tiny checkpoint before, so that what Python and
+Transformers take for themselves is not counted.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 
 import pytest
 
 import make_checkpoint as mc
+from cli.conftest import IMPORTS
+from forked import python
 from published import PUBLISHED
 from published.family import merge
 
@@ -73,7 +74,7 @@ def medium(tmp_path_factory):
 
 def measured(made, medium, like, **options):
     folder, largest, nbytes = medium(like)
-    command = [sys.executable, "-c", MEASURE, str(made.folder(like)), str(folder), json.dumps(options)]
+    command = [*python(*IMPORTS), "-c", MEASURE, str(made.folder(like)), str(folder), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert nbytes > 150_000_000

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moestro
+from cli.conftest import IMPORTS
+from forked import python
 from hf.checkpoints import logits
 from moestro.errors import InvalidInputError
 from moestro.hf import MoestroConfig
@@ -37,7 +39,8 @@ assert "moestro" not in sys.modules
 def stored(made, tmp_path_factory):
     """A model's folder as `quantize` writes it, and as save_pretrained does after every way of quantising."""
     root = tmp_path_factory.mktemp("marked")
-    command = [sys.executable, "-m", "moestro", "quantize", str(made.wide()), str(root / "command"), "--format=mxfp4"]
+    arguments = ["-m", "moestro", "quantize", str(made.wide()), str(root / "command"), "--format=mxfp4"]
+    command = [*python(*IMPORTS), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     moestro.load(made.wide(), format="mxfp4").save_pretrained(root / "load")

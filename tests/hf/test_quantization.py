@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM, GptOssConfig, GptOssForCausalLM
 
 import moestro
+from cli.conftest import IMPORTS
+from forked import python
 from hf.checkpoints import IDS, differing, logits, read
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import InvalidInputError
@@ -268,7 +270,7 @@ def test_transposed_and_flat_experts_are_stored_by_rows(architecture, name, tmp_
 
 def test_the_command_and_load_write_the_same(made, saved, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "moestro", "quantize", str(made.wide()), str(tmp_path / "q"), "--format", "mxfp4"],
+        [*python(*IMPORTS), "-m", "moestro", "quantize", str(made.wide()), str(tmp_path / "q"), "--format", "mxfp4"],
         capture_output=True,
         text=True,
         timeout=240,

@@ -76,6 +76,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.location)!r}: {len(self.names)} tensors, {self.nbytes} bytes)"
 
+    @property
+    def identities(self) -> dict[Path, tuple[int, int, int, int]]:
+        """Of each file what it was when it was opened: device, inode, size, and when it was last written to."""
+        return {path: file.identity for path, file in self._files.items()}
+
     def entry(self, name: str) -> Entry:
         """Dtype, shape and place of a tensor.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, generate, info, quality, quantize, simulate, streams
+from moestro.cli import bench, cache, chat, generate, info, quality, quantize, serve, simulate, streams
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -18,7 +18,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate.generate, info.info, quantize.quantize, quality.quality, simulate.simulate):
+for _command in (
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    info.info,
+    quantize.quantize,
+    quality.quality,
+    simulate.simulate,
+    cache.cache,
+):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 

@@ -10,17 +10,20 @@ import typer
 
 from moestro.cli.progress import points, wide_console
 from moestro.cli.refusal import check_targets, refusals
+from moestro.cli.simulate import exponent_of
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moestro.bench import Report
+    from moestro.bench.ranks import RanksReport
 
 app = typer.Typer(help="Time moestro against its peers, under this machine's measured roof.", no_args_is_help=True)
 
 TOKENS = "1,4,16,128,512,2048"
 QUICK_TOKENS = "1,16,128"
+RANK_DISPATCHERS = "all-to-all, exact, all-gather, cheapest; int8, fp8-e4m3: rows in 8 bits."
 SECONDS = 1.0
 QUICK_SECONDS = 0.1
 QUICK_BUDGET = 40.0
@@ -84,6 +87,69 @@ def layer(
     _print(report, wide_console(stderr=json_path == "-"), plot)
     if report.wrong:
         raise typer.Exit(1)
+
+
+@app.command()
+def parallel(
+    processes: Annotated[int | None, typer.Option(help="Started here; else 2. Not under torchrun.")] = None,
+    layer: Annotated[str, typer.Option(help="A named layer.")] = "olmoe",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens of all processes together.")] = "512",
+    dispatcher: Annotated[str, typer.Option(help=RANK_DISPATCHERS)] = "all-to-all,all-gather",
+    dtype: Annotated[str, typer.Option(help="Of x and dense weights: float32, bfloat16, float16.")] = "bfloat16",
+    format: Annotated[str, typer.Option(help="Of the weights: dense, mxfp4, int8, ...")] = "dense",
+    load: Annotated[str, typer.Option(help="uniform, or zipf:EXPONENT.")] = "uniform",
+    threads: Annotated[int, typer.Option(help="Of each process.")] = 1,
+    seconds_per_point: Annotated[float, typer.Option(help="For each dispatcher and number of tokens.")] = 2.0,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
+) -> None:
+    """Bytes on the wire beside the fewest, imbalance and time per stage of a layer over several processes.
+
+    It starts processes of this machine, or is started by torchrun; rank 0 prints. Every output is checked first; where
+    one is wrong the exit code is 1. Bad arguments end with exit code 2.
+    """
+    import torch
+
+    from moestro.bench.layers import named
+    from moestro.bench.ranks import RankPlan, in_job, launch, measure
+
+    with refusals():
+        check_targets("bench parallel", None, Path(json_path) if json_path not in (None, "-") else None)
+        plan = RankPlan(
+            spec=named(layer),
+            tokens=_counts(tokens),
+            dispatchers=tuple(_split(dispatcher)),
+            dtype=vars(torch).get(dtype, dtype),
+            format=format,
+            exponent=exponent_of(load, "bench parallel"),
+            seconds=seconds_per_point,
+            threads=threads,
+        )
+        joined = in_job()
+        if joined and processes is not None:
+            got, needs = f"--processes {processes} under torchrun", "those that torchrun started"
+            raise invalid_input("bench parallel", got=got, needs=needs, fix="Leave it out.")
+        report = measure(plan) if joined else launch(plan, 2 if processes is None else processes)
+    if joined and report.rank > 0:
+        raise typer.Exit(1 if report.wrong else 0)
+    _print_ranks(report, json_path)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def _print_ranks(report: RanksReport, json_path: str | None) -> None:
+    from moestro.bench.ranks_report import cost_lines, error_lines, headline, pairs_table, stages_table
+
+    if json_path is not None:
+        text = json.dumps(report.as_json(), indent=1) + "\n"
+        typer.echo(text, nl=False) if json_path == "-" else Path(json_path).write_text(text)
+    console = wide_console(stderr=json_path == "-")
+    console.print(*headline(report), sep="\n")
+    for table in (stages_table(report), pairs_table(report)):
+        if table is not None:
+            console.print(table)
+    console.print(*cost_lines(report), *error_lines(report), sep="\n")
+    for text in report.wrong:
+        console.print(f"wrong output: {text}", style="red")
 
 
 def _split(*values: str) -> list[str]:

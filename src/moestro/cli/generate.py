@@ -6,102 +6,207 @@ import json
 import platform
 import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import moestro
-from moestro.cli.refusal import refusals
+from moestro.cli import options
+from moestro.cli.prompts import NamedText, read_prompts
+from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
-    from moestro.hf.generate import Generation
+    from moestro.hf import MoestroConfig
+    from moestro.hf.generate import Generation, Prompt, Sampling
     from moestro.hf.text_model import TextModel
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue, or - to read it; with --chat to answer.")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="A text to continue, or - to read it; with --chat to answer."),
+    ] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A file with a prompt; may be given several times.")] = None,
     model: Annotated[str | None, typer.Option(help="A local folder or a hub id; else the bundled model.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the tokenizer's chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="At most; else 256, or what the context leaves.")] = None,
-    do_sample: Annotated[
-        bool | None, typer.Option(help="Sample, or take the likeliest; else as the model says.")
+    system: Annotated[str | None, typer.Option(help="With --chat: the system prompt.")] = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    do_sample: options.DoSample = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: Annotated[
+        int | None, typer.Option(help="With --do-sample: of the first prompt; the next has one more.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="With --do-sample; 0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --do-sample: the k likeliest tokens only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --do-sample: the likeliest of this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="With --do-sample: those of this share of the best.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 to repeat less.")] = None,
-    seed: Annotated[int | None, typer.Option(help="With --do-sample: of the random numbers.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = "auto",
-    format: Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")] = None,
-    input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
-    projections: Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")] = False,
-    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    stop: options.Stop = None,
+    batch: Annotated[int, typer.Option(min=1, help="So many of several prompts share a step.")] = 1,
+    dtype: options.Dtype = "auto",
+    format: options.Format = None,
+    input_format: options.InputFormat = "float",
+    projections: options.Projections = False,
+    memory: options.Memory = None,
+    device: options.Device = "cpu",
     ep: Annotated[int, typer.Option(help="Under torchrun: ranks that the experts are spread over.")] = 1,
     tp: Annotated[int, typer.Option(help="Under torchrun: ranks that each expert is cut over.")] = 1,
-    strategy: Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no text.")] = False,
+    strategy: options.Strategy = "auto",
+    trace: Annotated[Path | None, typer.Option(help="Record the routing of all layers in this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, and no text.")] = False,
 ) -> None:
-    """Continue a prompt with a Mixture-of-Experts language model, and say how fast it went.
+    """Continue prompts with a Mixture-of-Experts language model, and say how fast it went.
 
     The text goes to stdout as it is generated, everything else to stderr. With --ep or --tp every rank that torchrun
     starts runs the model with its own part of the experts, and rank 0 prints. What cannot be done (a folder that holds
     no model, a dense model, no tokenizer, an option out of range) ends with one line and exit code 2.
     """
     with refusals():
-        from moestro.hf import MoestroConfig
         from moestro.hf import generate as library
         from moestro.hf.text_model import load_text_model, quiet_transformers
 
         sampling = library.Sampling(
-            max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed
+            max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ())
         )
-        prompt = _read(ep * tp) if prompt == "-" else prompt
-        library.check_prompt(prompt)
-        place, prints = _place(device, ep, tp)
-        streams = prints and not as_json
+        _check_trace(trace, ep * tp)
+        texts = read_prompts(prompts or [], file or [], ep * tp)
+        requests = _requests([text.text for text in texts], sampling, system, chat)
+        place, prints = _place(device, ep, tp, batch)
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
-            check = partial(library.check_length, request=(prompt, sampling, chat))
-            how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
-            text_model = load_text_model(model, dtype, place, strategy, check, how)
-            library.check(text_model, prompt, sampling, chat)
-            library.share_random_numbers(place)
-            if not chat and streams:
-                _write(prompt)
-            found = library.generate(text_model, prompt, sampling, _write if streams else None, chat)
-            said = report(text_model, prompt, found)
-    if not prints:
+            how = _how(format, input_format=input_format, projections=projections, memory=memory)
+            text_model = load_text_model(model, dtype, place, strategy, partial(_check_all, requests), how)
+            for request in requests:
+                library.check(text_model, *request)
+            out = Output(text_model, texts, requests, chat, as_json)
+            _run(out, batch, trace, prints)
+
+
+def _how(format: str | None, **options: Any) -> MoestroConfig:
+    from moestro.hf import MoestroConfig
+
+    return MoestroConfig(format, **options)
+
+
+def _run(out: Output, batch: int, trace: Path | None, prints: bool) -> None:
+    """Generate, and print what comes if this process is the one that does."""
+    from moestro.serve.several import generate_several
+
+    if prints:
+        out.begin(0)
+    told = (out.text, out.end) if prints else (_nothing, _nothing)
+    with _recorded(out.text_model, trace):
+        generate_several(out.text_model, out.requests, batch, *told)
+
+
+def _check_trace(path: Path | None, ranks: int) -> None:
+    """Refuse a trace of a part of the experts, or to a file that cannot be written."""
+    if path is not None and ranks > 1:
+        raise invalid_input(
+            "generate", got="--trace with --ep or --tp", needs="all experts on one rank", fix="Record on one device."
+        )
+    check_targets("generate", None, path)
+
+
+@contextmanager
+def _recorded(text_model: TextModel, path: Path | None) -> Iterator[None]:
+    """Write the routing of what runs inside to a file, if one is named; also of a run that is broken off."""
+    if path is None:
+        yield
         return
-    if as_json:
-        typer.echo(json.dumps(said))
-    else:
-        _write("\n")
-        typer.secho(summary(said), err=True, dim=True)
+    from moestro.hf.recording import recorded
+
+    with recorded(text_model.model, text_model.name) as recorder:
+        try:
+            yield
+        finally:
+            if recorder:
+                recorder.trace().write(path)
 
 
-def _place(device: str, ep: int, tp: int) -> tuple[Any, bool]:
+def _requests(texts: list[str], sampling: Sampling, system: str | None, chat: bool) -> list[tuple[Prompt, Sampling]]:
+    """What the library is asked, prompt by prompt; each has a seed of its own, the first that which was given."""
+    from moestro.hf.generate import check_prompt
+
+    if system is not None and not chat:
+        raise invalid_input(
+            "generate", got="--system without --chat", needs="--chat, whose template has a place for it", fix="Add it."
+        )
+    found: list[tuple[Prompt, Sampling]] = []
+    for index, text in enumerate(texts):
+        before = [] if system is None else [{"role": "system", "content": system}]
+        prompt: Prompt = [*before, {"role": "user", "content": text}] if chat else text
+        check_prompt(prompt)
+        found.append((prompt, sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)))
+    return found
+
+
+def _check_all(requests: list[tuple[Prompt, Sampling]], name: str, tokenizer: Any, context: int | None) -> None:
+    from moestro.hf.generate import check_length
+
+    for request in requests:
+        check_length(name, tokenizer, context, request)
+
+
+def _nothing(index: int, what: object) -> None:
+    """What a rank prints that is not the first."""
+
+
+def _place(device: str, ep: int, tp: int, batch: int) -> tuple[Any, bool]:
     """Where the model goes, a device or a mesh, and whether this process prints."""
     if (ep, tp) == (1, 1):
         return device, True
     from moestro.parallel import make_mesh
 
+    if batch > 1:
+        raise invalid_input(
+            "generate",
+            got=f"--batch {batch} with --ep or --tp",
+            needs="one prompt a step on ranks",
+            fix="Drop --batch.",
+        )
     mesh = make_mesh(1, ep, tp, device)
     return mesh, mesh.get_rank() == 0
 
 
-def _read(num_ranks: int) -> str:
-    """Standard input, whatever the locale: bytes that are no UTF-8 are refused like those of an argument."""
-    if num_ranks > 1:
-        raise invalid_input(
-            "generate",
-            got="- with --ep or --tp",
-            needs="a prompt that every rank gets: processes of torchrun share one standard input",
-            fix='Pass it as the argument: "$(cat file)".',
-        )
-    return sys.stdin.buffer.read().decode(errors="surrogateescape") if sys.stdin is not None else ""
+@dataclass
+class Output:
+    """Prints what comes of prompts: text as it comes, or an object when it is there; speeds go to stderr."""
+
+    text_model: TextModel
+    texts: list[NamedText]
+    requests: list[tuple[Prompt, Sampling]]
+    chat: bool
+    as_json: bool
+
+    def begin(self, index: int) -> None:
+        """The heading, where there are several prompts, and the prompt itself."""
+        if self.as_json or index == len(self.texts):
+            return
+        if len(self.texts) > 1:
+            above = "\n" if index else ""
+            _write(f"{above}==> {index + 1} of {len(self.texts)}: {self.texts[index].name} <==\n")
+        if not self.chat:
+            _write(self.texts[index].text)
+
+    def text(self, index: int, piece: str) -> None:
+        """A piece of the text of a prompt."""
+        if not self.as_json:
+            _write(piece)
+
+    def end(self, index: int, found: Generation) -> None:
+        """All that came of a prompt; the next begins."""
+        said = report(self.text_model, self.texts[index].text, found)
+        if self.as_json:
+            typer.echo(json.dumps({**said, "seed": self.requests[index][1].seed}))
+            return
+        _write("\n")
+        typer.secho(summary(said), err=True, dim=True)
+        self.begin(index + 1)
 
 
 def _write(text: str) -> None:
@@ -110,7 +215,7 @@ def _write(text: str) -> None:
 
 
 def summary(said: dict[str, Any]) -> str:
-    """The two lines that follow the text, of what `report` says."""
+    """The lines that follow the text, of what `report` says: two, and two more of a model within a memory budget."""
     tokens, speeds = said["tokens"], said["tokens_per_second"]
     prompt, new = (
         ", ".join(f"{ran['implementation']} ({ran['strategy']})" for ran in part) for part in said["ran"].values()
@@ -123,9 +228,10 @@ def summary(said: dict[str, Any]) -> str:
         *(f"{count} projections by {name}" for name, count in said["projections"].items()),
     ]
     speed = "" if speeds["generated"] is None else f", {speeds['generated']:.1f} tokens/s"
+    memory = "" if said["memory"] is None else f"\n{said['memory']['hits']}\n{said['memory']['line']}"
     return (
         f"prompt {tokens['prompt']} tokens, {speeds['prompt']:.1f} tokens/s; generated {tokens['generated']} tokens"
-        f"{speed}\n{'; '.join(parts)}"
+        f"{speed}\n{'; '.join(parts)}{memory}"
     )
 
 
@@ -153,6 +259,7 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "dtype": str(text_model.model.dtype).removeprefix("torch."),
         "stored_experts": sorted({layer.layout for layer in text_model.served if layer.stored}),
         "projections": dict(projections),
+        "memory": _memory(text_model.model),
         "device": str(text_model.model.device),
         "threads": torch.get_num_threads(),
         "versions": {
@@ -162,3 +269,13 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
             "transformers": transformers.__version__,
         },
     }
+
+
+def _memory(model: Any) -> dict[str, Any] | None:
+    """What the experts' memory has done so far, prompts before this one included; None without a budget."""
+    from moestro.hf.memory import expert_memory, hits_line, memory_line
+
+    memory = expert_memory(model)
+    if memory is None:
+        return None
+    return {"line": memory_line(model), "hits": hits_line(model), **memory.statistics()}

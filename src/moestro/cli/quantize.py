@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.filesize import decimal
 
 from moestro.cli.progress import bar, named_values
 from moestro.cli.refusal import refusals
+from moestro.cli.sizes import parse_bytes
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended, as shells know it."""
-
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
 
 
 def quantize(
@@ -44,7 +42,7 @@ def quantize(
     """
     with refusals():
         overrides = _overrides(override or [])
-        shard_bytes = _bytes(shard_size)
+        shard_bytes = parse_bytes("quantize", "--shard-size", shard_size, least=1)
         from moestro.checkpoint.quantize import Job, quantize_checkpoint
         from moestro.checkpoint.resume import partial_folder
         from moestro.checkpoint.scheme import Scheme
@@ -81,19 +79,6 @@ def _overrides(texts: list[str]) -> dict[str, str]:
         found.pop(pattern, None)  # a pattern given again counts where it is given last
         found[pattern] = name
     return found
-
-
-def _bytes(text: str) -> int:
-    found = _BYTES.fullmatch(text.strip())
-    size = 0
-    if found is not None:
-        base = 1024 if found[3] else 1000
-        size = int(float(found[1]) * base ** " KMGT".index((found[2] or " ").upper()))
-    if size < 1:
-        raise invalid_input(
-            "quantize", got=f"shard size {text!r}", needs="a number of bytes above 0", fix="For instance 5GB or 2GiB."
-        )
-    return size
 
 
 def _read(source: Path) -> tuple[Checkpoint, list[ExpertSource]]:

@@ -35,7 +35,8 @@ def simulate(
     tokens: Annotated[int | None, typer.Option(help=f"Of all ranks together; else {TOKENS}.")] = None,
     load: Annotated[str | None, typer.Option(help=f"uniform, or zipf:EXPONENT; else {LOAD}.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the tokens; else 0.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Recorded expert ids, .npy or .json, in place of a load.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Recorded ids, .npz, .npy or .json, in place of a load.")] = None,
+    trace_layer: Annotated[int, typer.Option(help="Of a .npz file: the expert layer, counted from 0.")] = 0,
     policy: Annotated[str, typer.Option(help="Of placement: contiguous, eplb, balanced.")] = "contiguous,balanced",
     redundant: Annotated[int | None, typer.Option(help="Slots beside one for each expert; else an eighth.")] = None,
     groups: Annotated[int, typer.Option(help="Of experts, each kept on one node.")] = 1,
@@ -59,7 +60,7 @@ def simulate(
 
         asked = Mesh.parse(mesh, links, bandwidth * 1e9, hop * 1e-6)  # type: ignore[arg-type]
         drawn = {"tokens": tokens, "top-k": top_k, "load": load, "seed": seed}
-        routed = _draw(experts, drawn) if trace is None else _recorded(trace, experts, drawn)
+        routed = _draw(experts, drawn) if trace is None else _recorded(trace, trace_layer, experts, drawn)
         count = routed.num_experts
         slots = count + (min(-(-count // 8), count * (asked.num_ranks - 1)) if redundant is None else redundant)
         found = _compare(asked, routed, (_split(policy), slots, (groups, nodes)), (_split(dispatch), row_bytes))
@@ -86,22 +87,27 @@ def _draw(experts: int | None, asked: dict[str, Any]) -> Routed:
     defaults: dict[str, Any] = {"tokens": TOKENS, "top-k": TOP_K, "load": LOAD, "seed": 0}
     tokens, top_k, load, seed = (default if asked[key] is None else asked[key] for key, default in defaults.items())
     sizes = (tokens, EXPERTS if experts is None else experts, top_k)
-    kind, _, value = load.partition(":")
-    try:
-        exponent = {"uniform": 0.0, "zipf": float(value or 0.8)}[kind]
-    except (KeyError, ValueError):
-        needs = "uniform, or zipf:EXPONENT"
-        raise invalid_input("simulate", got=f"load {load!r}", needs=needs, fix="Try zipf:0.8.") from None
+    kind, exponent = load.partition(":")[0], exponent_of(load, "simulate")
     ids = zipf_ids(*sizes, exponent, seed)
     before = zipf_ids(HISTORY, *sizes[1:], exponent, seed + 1)
     return Routed(f"{kind} {exponent:g}" if exponent else "uniform", sizes[1], before, ids)
 
 
-def _recorded(path: Path, experts: int | None, drawn: dict[str, Any]) -> Routed:
+def exponent_of(load: str, operation: str) -> float:
+    """Of "uniform", 0, or "zipf:EXPONENT"; an InvalidInputError for another text."""
+    kind, _, value = load.partition(":")
+    try:
+        return {"uniform": 0.0, "zipf": float(value or 0.8)}[kind]
+    except (KeyError, ValueError):
+        needs = "uniform, or zipf:EXPONENT"
+        raise invalid_input(operation, got=f"load {load!r}", needs=needs, fix="Try zipf:0.8.") from None
+
+
+def _recorded(path: Path, layer: int, experts: int | None, drawn: dict[str, Any]) -> Routed:
     """The second half of a recording, with the first before it."""
     from moestro.parallel.simulate_traces import read_trace
 
-    ids = read_trace(path)
+    ids = read_trace(path, layer)
     half = len(ids) // 2
     idle = [f"--{name}" for name, value in drawn.items() if value is not None]
     if half < 1 or idle:

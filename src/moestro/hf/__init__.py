@@ -17,7 +17,8 @@ from moestro.hf.experts import serve
 from moestro.hf.loading import load
 from moestro.hf.low_precision import serve_fp8
 from moestro.hf.quantization import register
-from moestro.hf.serving import Served, accelerate, served
+from moestro.hf.serving import Served, accelerate, cut_experts, served
+from moestro.parallel.rebalance import FINDERS
 
 IMPLEMENTATION = "moestro"
 """The name under which Transformers finds the implementation."""
@@ -25,6 +26,8 @@ IMPLEMENTATION = "moestro"
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve)
 ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, serve_fp8)
 register()
+if cut_experts not in FINDERS:
+    FINDERS.append(cut_experts)
 try:
     from moestro.hf import expert_parallel
 except ImportError:  # Transformers before 5.23

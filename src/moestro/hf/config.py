@@ -13,6 +13,7 @@ from moestro.errors import invalid_input, unsupported
 from moestro.formats import find_format
 from moestro.formats.encode import check_search
 from moestro.hf.dense import check_choice
+from moestro.memory.budget import MemoryBudget
 from moestro.types import InputFormat
 from moestro.weights import check_input_format
 
@@ -32,6 +33,7 @@ class MoestroConfig(QuantizationConfigMixin):
             with the format of those that match; the last that matches decides.
         rest: the quantisation config of the checkpoint's other layers, where they have one.
         input_format, projections: as for `moestro.load`: how this run computes, which is not saved.
+        memory: by name only; as for `moestro.load`.
 
     Raises:
         InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
@@ -48,6 +50,7 @@ class MoestroConfig(QuantizationConfigMixin):
         projections: bool = False,
         **others: Any,
     ) -> None:
+        memory = others.pop("memory", None)
         check_keys(others, "MoestroConfig")
         _check_form(format, overrides, rest)
         check_input_format(input_format, (), "MoestroConfig")
@@ -61,6 +64,7 @@ class MoestroConfig(QuantizationConfigMixin):
         self.rest = None if rest is None else dict(rest)
         self.input_format = input_format
         self.projections = projections
+        self.memory = None if memory is None else MemoryBudget.of(memory)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

@@ -6,6 +6,8 @@ own experts run through the primitive.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +28,7 @@ from moestro.parallel import (
     Placement,
     SlicedDispatcher,
 )
+from moestro.parallel.guard import job_timeout
 
 
 class _Dispatched(EPImplementation):
@@ -35,6 +38,7 @@ class _Dispatched(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.ranks, self.batch = (get_process_group_ranks(mesh.get_group()) for mesh in (ep_mesh, tp_mesh))
+        self.name = _name_of(experts)
         held = int(self.num_local_experts) if getattr(experts, "_is_expert_parallel", False) else 0
         self.placement = Placement.contiguous(max(held, 1) * len(self.ranks), len(self.ranks))
         self.dispatcher: Dispatcher | None = None
@@ -42,8 +46,11 @@ class _Dispatched(EPImplementation):
     def make(self) -> Dispatcher:
         raise NotImplementedError
 
+    def peers(self, ranks: Sequence[int]) -> Peers:
+        return Peers.of(ranks, job_timeout())
+
     def place(self, rank: int | None = None) -> Place:
-        return Place(self.placement, Peers.of(self.ranks), None, rank, type(self.experts).__name__)
+        return Place(self.placement, self.peers(self.ranks), None, rank, self.name)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         config = getattr(self.experts, "config", None)
@@ -64,7 +71,7 @@ class AllToAllEP(_Dispatched):
 
     def make(self) -> Dispatcher:
         inner = AllToAllDispatcher(self.place())
-        return inner if len(self.batch) == 1 else SlicedDispatcher(inner, Peers.of(self.batch))
+        return inner if len(self.batch) == 1 else SlicedDispatcher(inner, self.peers(self.batch), self.name)
 
 
 class AllGatherEP(_Dispatched):
@@ -72,9 +79,24 @@ class AllGatherEP(_Dispatched):
 
     def make(self) -> Dispatcher:
         if self.shares_batch:
-            return AllReduceDispatcher(self.place(Peers.of(self.ranks).rank))
+            return AllReduceDispatcher(self.place(self.peers(self.ranks).rank))
         inner = AllGatherDispatcher(self.place())
-        return inner if len(self.batch) == 1 else SlicedDispatcher(inner, Peers.of(self.batch))
+        return inner if len(self.batch) == 1 else SlicedDispatcher(inner, self.peers(self.batch), self.name)
+
+
+def _name_of(experts: Any) -> str:
+    """The layer's place among those of its model with experts, which Transformers builds one after the other.
+
+    Transformers hands over modules without their names; those of one model share its configuration.
+    """
+    config = getattr(experts, "config", None)
+    before, number = _LAST
+    number = number + 1 if config is not None and before() is config else 0
+    _LAST[:] = [weakref.ref(config) if config is not None else lambda: None, number]
+    return f"expert layer {number} ({type(experts).__name__})"
+
+
+_LAST: list[Any] = [lambda: None, 0]
 
 
 def register() -> None:

@@ -21,6 +21,8 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.store import Projection, Projections, stored_weights
+from moestro.memory import waves
+from moestro.memory.waves import MemoryWeights
 from moestro.moe import Dispatcher
 from moestro.ops.expert_mlp import run
 from moestro.types import Activation, Routing
@@ -232,6 +234,10 @@ class Spread(str):
         made.dispatcher = dispatcher
         return made
 
+    def __getnewargs__(self) -> tuple[str, Dispatcher]:  # type: ignore[override]
+        """What a copy is made of."""
+        return str(self), self.dispatcher
+
     def run(self, rows: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
         """The primitive on the rows and the routing that come to this rank's experts."""
         here, local, handle = self.dispatcher.dispatch(rows, routing)
@@ -244,7 +250,12 @@ def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, st
     form = weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
         rows = rows.to(torch.promote_types(rows.dtype, form.storage))
-    y = strategy.run(rows, routing, weights) if isinstance(strategy, Spread) else run(rows, routing, weights, strategy)
+    if isinstance(weights, MemoryWeights):
+        y = waves.run(rows, routing, weights, strategy)
+    elif isinstance(strategy, Spread):
+        y = strategy.run(rows, routing, weights)
+    else:
+        y = run(rows, routing, weights, strategy)
     if y.dtype != hidden_states.dtype:
         y = y.to(hidden_states.dtype)
     return y if y.dim() == hidden_states.dim() else y.view(hidden_states.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,9 +16,18 @@ from moestro.hf.config import MoestroConfig
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.sharding import cut_over
 from moestro.hf.sources import model_class, take_quantization
+from moestro.memory.budget import MemoryBudget
 from moestro.types import InputFormat
 
 OPERATION = "load"
+
+
+class Memory(TypedDict, total=False):
+    """What `load` takes by name only."""
+
+    memory: int | str | MemoryBudget | None
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -29,6 +38,7 @@ def load(
     device: torch.device | str | DeviceMesh | None = None,
     input_format: InputFormat | None = None,
     projections: bool | None = None,
+    **memory: Unpack[Memory],
 ) -> PreTrainedModel:
     """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
 
@@ -51,6 +61,8 @@ def load(
         projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
             while no gradient is asked for; `moestro.ops.projection` chooses by the number of rows. It is not saved.
             None for what `format` says, else False.
+        memory: bytes that all experts together may take, a number or "8GB", or a `moestro.memory.MemoryBudget`; others
+            are read from their files as they are needed. None maps the files.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
@@ -63,14 +75,11 @@ def load(
             mesh that cuts experts more often than they can be.
         CollectiveError: ranks of the mesh that load something else, or that do not come.
     """
-    wanted = _asked(format, {"input_format": input_format, "projections": projections})
-    mesh = device if isinstance(device, DeviceMesh) else None
-    named = device.device_type if isinstance(device, DeviceMesh) else device
-    place = None if named is None else find_device(named, OPERATION)
+    wanted = _asked(format, {"input_format": input_format, "projections": projections, **memory})
+    mesh, place = _destination(device)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
-    local = Path(source).is_dir()
-    found = open_checkpoint(Path(source)) if local else None  # damage is found before Transformers looks at the files
+    found = open_checkpoint(Path(source)) if Path(source).is_dir() else None  # first, for it finds what is damaged
     config = read_config(source, OPERATION, found)
     own = _with_kept(wanted, take_quantization(config))
     readable = explained(OPERATION, source, "readable weights in safetensors form", "Download or save the model again.")
@@ -84,8 +93,17 @@ def load(
         return model if place is None else model.to(place)
 
 
+def _destination(device: torch.device | str | DeviceMesh | None) -> tuple[DeviceMesh | None, torch.device | None]:
+    """The mesh, if it is one, and where the model goes; None where nobody says."""
+    mesh = device if isinstance(device, DeviceMesh) else None
+    named = device.device_type if isinstance(device, DeviceMesh) else device
+    return mesh, None if named is None else find_device(named, OPERATION)
+
+
 def _asked(format: str | MoestroConfig | None, options: dict[str, Any]) -> MoestroConfig:
     """All that was asked for, as one configuration of its own."""
+    if unknown := options.keys() - {"input_format", "projections", "memory"}:
+        raise invalid_input(OPERATION, got=f"{min(unknown)}=", needs="an argument that there is", fix="See its page.")
     given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
     found = MoestroConfig(**vars(given) | {name: value for name, value in options.items() if value is not None})
     if found.search != "nearest" and found.changes_nothing:

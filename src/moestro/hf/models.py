@@ -104,6 +104,12 @@ def _check_top_k(source: str | Path, config: Any, operation: str) -> None:
                 raise _no_such_size(source, operation, key, value, needs)
 
 
+def routed_experts_of(config: Any) -> int:
+    """How many experts a token is routed to, at most; 1 where the configuration does not say."""
+    found = (value for part in _sizes(config.to_dict()) for key, value in part.items() if _TOP_K.search(key))
+    return max((value for value in found if value > 0), default=1)
+
+
 def _sizes(config: Any) -> Iterator[dict[str, int]]:
     """The whole numbers of a configuration, and of each object in it."""
     pending = [config]

@@ -28,15 +28,26 @@ from moestro.checkpoint.scheme import MARK, METHOD, format_for, in_any_order
 from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
+from moestro.hf.attention import serve_attention
 from moestro.hf.config import MoestroConfig
 from moestro.hf.dense import check_projections, serve_projections
 from moestro.hf.experts import Spread
 from moestro.hf.families.base import INTERFACE
+from moestro.hf.memory import check_memory, keep_in_memory, plan_memory
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
-from moestro.hf.sharding import cut_along_i, cut_as_planned, cut_biases, own_part, recipe_of, wanted_sharding
+from moestro.hf.sharding import (
+    Slices,
+    cut_as_planned,
+    cut_biases,
+    own_part,
+    recipe_of,
+    share_batch,
+    wanted_sharding,
+)
 from moestro.hf.sources import Reader
 from moestro.hf.store import STORE, ExpertStore, Recipe, Stored, find_in_state
+from moestro.memory.experts import ExpertMemory
 from moestro.weights import ExpertWeights, check_input_format, quantize_experts
 
 
@@ -75,6 +86,8 @@ class MoestroQuantizer(HfQuantizer):
         self._targets = _targets(self._layers, config)
         config.overrides = in_any_order(self._targets, config.format, config.overrides)
         check_input_format(config.input_format, self._targets.values(), "load")
+        if config.memory is not None:
+            check_memory([s for _, s in self._layers], self._targets, self._checkpoint, self._sharding is not None)
         if self._sharding is not None:
             _check_served(self._layers, model)
             self._sharding.agree([stored for _, stored in self._layers], self._targets)
@@ -115,24 +128,37 @@ class MoestroQuantizer(HfQuantizer):
             module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
             cut_as_planned(model, recipe.target)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
-        residency, first = Residency(self._checkpoint), True
-        for layer, stored in bar:
+        residency, first, memory = Residency(self._checkpoint), True, self._memory(model)
+        for number, (layer, stored) in enumerate(bar):
             holder = model.get_submodule(stored.path)
             store = self._store(stored, holder)
             store.residency, store.warns, first = residency, first, False
+            store.memory = None if memory is None else memory.layers[number]
             store.set_input_format(self.quantization_config.input_format, "load")
             device = _device_of(model, layer)
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, self._strategy(layer, stored))
         if self.quantization_config.projections:
             serve_projections(model)
+        serve_attention(model)
         model.register_load_state_dict_pre_hook(find_in_state)
+        if self._sharding is not None and len(self._sharding.ranks) > 1:
+            share_batch(model, self._sharding.peers)
         del self._layers, self._scaled, self._checkpoint
         if self.quantization_config.changes_nothing and self.source.method != "fp8":
             self._forget(model)
         else:
             vars(model.config).update(MARK)
         return model
+
+    def _memory(self, model: Any) -> ExpertMemory | None:
+        """The slots of all experts, where they are within a budget."""
+        budget = self.quantization_config.memory
+        if budget is None:
+            return None
+        keep_in_memory(model)
+        layers = [(layer.path, stored) for layer, stored in self._layers]
+        return plan_memory(layers, self._checkpoint, model.config, budget)
 
     def _strategy(self, layer: Found, stored: Stored) -> str:
         """How a layer's rows are computed: here, or where their experts are."""
@@ -145,18 +171,35 @@ class MoestroQuantizer(HfQuantizer):
         own = (
             range(stored.projections.num_experts) if sharding is None else sharding.own(stored.projections.num_experts)
         )
+        if sharding is not None and sharding.tp[1] > 1:
+            return self._slices(stored, holder, own)
         (gate_up, first), (down, second) = (self._converted(recipe, own) for recipe in stored.recipes)
         kept, tensors = replace(stored, recipes=(gate_up, down)), first | second
         mapped = all(mine.format == its.format for mine, its in zip(kept.recipes, stored.recipes, strict=True))
-        if sharding is None:
-            return ExpertStore(kept, tensors, mapped)
-        biases = cut_biases(holder, stored, own)
-        if sharding.tp[1] > 1:
-            built = gate_up.build(tensors), down.build(tensors)
-            weights = ExpertWeights(built[0], built[1], *biases, stored.projections.activation)
-            kept, tensors = cut_along_i(holder, kept, weights, sharding.tp)
-            mapped = False
         store = ExpertStore(kept, tensors, mapped)
+        if sharding is not None:
+            cut_biases(holder, stored, own)
+            store.cut = True
+        return store
+
+    def _slices(self, stored: Stored, holder: Any, own: Sequence[int]) -> ExpertStore:
+        """A slice along I of some experts, each cut while it is the only one that is whole in memory."""
+        assert self._sharding is not None
+        tensors = [{name: self._checkpoint.tensor(name) for name in recipe.names} for recipe in stored.recipes]
+        biases, slices = cut_biases(holder, stored, own), Slices(self._sharding.tp, len(own))
+        for i, expert in enumerate(own):
+            whole = []
+            for recipe, named in zip(stored.recipes, tensors, strict=True):
+                part, views = own_part(recipe, named, [expert])
+                wanted, search = self._targets[recipe.target], self.quantization_config.search
+                name = f"{recipe.target}[{expert}]"
+                found = part.build(views)
+                whole.append(found if wanted == recipe.format else quantize_experts(found, wanted, search, name))
+            row = [None if bias is None else bias[i : i + 1] for bias in biases]
+            slices.add(ExpertWeights(whole[0], whole[1], row[0], row[1], stored.projections.activation))
+            for recipe in stored.recipes:
+                self._release(recipe, expert)
+        store = ExpertStore(*slices.stored(holder, stored))
         store.cut = True
         return store
 

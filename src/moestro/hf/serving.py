@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,16 +14,19 @@ from moestro.checkpoint.scheme import METHOD
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
+from moestro.hf.attention import serve_attention
 from moestro.hf.dense import check_choice, check_projections, serve_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError, Spread
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import INTERFACE, Adapter
 from moestro.hf.low_precision import FP8, MXFP4
-from moestro.hf.sharding import is_cut, local_parameters
-from moestro.hf.store import ExpertStore
+from moestro.hf.sharding import is_cut, local_parameters, put_bias, recipe_of
+from moestro.hf.store import STORE, ExpertStore
+from moestro.moe import Dispatcher
 from moestro.ops.expert_mlp.tuning import parse_strategy
+from moestro.parallel.rebalance import CutLayer
 from moestro.types import InputFormat
-from moestro.weights import check_input_format
+from moestro.weights import ExpertWeights, check_input_format
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -72,7 +75,8 @@ def accelerate(
 
     Parameters keep their names, shapes, dtypes and values, so training, ``state_dict`` and ``save_pretrained`` go on as
     before; only the forward of each expert layer changes, and transposed weights are rearranged inside their own
-    storage. A second call changes nothing, or strategy and input_format. Nothing is changed when an error is raised.
+    storage. Attention with sinks that would run eagerly runs fused on a CPU. A second call changes nothing, or strategy
+    and input_format. Nothing is changed when an error is raised.
 
     Args:
         model: any module that contains experts of Transformers' interface, or of Llama 4, DBRX, JetMoE,
@@ -115,6 +119,7 @@ def accelerate(
         store.set_input_format(input_format or store.input_format, "accelerate")
     if projections:
         serve_projections(model)
+    serve_attention(model)
     return model
 
 
@@ -268,6 +273,68 @@ def replace_forward(layer: Found, strategy: str) -> None:
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     module.__dict__[name] = forward
     module.__dict__["_replicate_for_data_parallel"] = partial(_replicate, module)
+
+
+@dataclass(frozen=True)
+class CutExperts:
+    """A served module whose stored experts are cut over ranks, as `moestro.parallel.rebalance` moves them."""
+
+    module: nn.Module
+    holder: nn.Module
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return self._now.weights(self.holder)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        found = _spread_of(self.module)
+        assert found is not None
+        return found.dispatcher
+
+    @property
+    def _now(self) -> ExpertStore:
+        found = self.holder.get_submodule(STORE)
+        assert isinstance(found, ExpertStore)
+        return found
+
+    def put_weights(self, weights: ExpertWeights) -> None:
+        """A store of these, in memory, in the place of the one before."""
+        before = self._now
+        sides = zip(before.stored.recipes, (weights.gate_up, weights.down), strict=True)
+        (gate_up, first), (down, second) = (recipe_of(recipe.target, stored) for recipe, stored in sides)
+        made = ExpertStore(replace(before.stored, recipes=(gate_up, down)), first | second)
+        made.cut, made.warns, made.input_format = before.cut, before.warns, before.input_format
+        made.train(before.training)
+        for projection, bias in zip(
+            before.stored.projections.both, (weights.gate_up_bias, weights.down_bias), strict=True
+        ):
+            put_bias(self.holder, projection.name, bias)
+        self.holder.add_module(STORE, made)
+
+    def put_dispatcher(self, dispatcher: Dispatcher) -> None:
+        own = _own_forward(self.module)
+        assert own is not None
+        name = next(key for key in ("_old_forward", "forward") if self.module.__dict__.get(key) is own)
+        others = {key: value for key, value in own.keywords.items() if key != "strategy"}
+        strategy = Spread(str(own.keywords["strategy"]), dispatcher)
+        self.module.__dict__[name] = partial(own.func, *own.args, **others, strategy=strategy)
+
+
+def cut_experts(model: nn.Module) -> dict[str, CutLayer]:
+    """The served modules of a model whose stored experts are cut over ranks, by their names."""
+    found: dict[str, CutLayer] = {}
+    for path, module in model.named_modules():
+        spread, holder = _spread_of(module), next((m for m in module.modules() if STORE in m._modules), None)
+        if spread is not None and holder is not None:
+            found[path] = CutExperts(module, holder)
+    return found
+
+
+def _spread_of(module: nn.Module) -> Spread | None:
+    own = _own_forward(module)
+    strategy = None if own is None else own.keywords.get("strategy")
+    return strategy if isinstance(strategy, Spread) else None
 
 
 def _replicate(module: Any) -> Any:

@@ -6,11 +6,13 @@ only the experts that it keeps, where they are stored expert by expert or stacke
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import moestro
 from moestro.errors import unsupported
-from moestro.formats import PackedTensor, StoredExperts
+from moestro.formats import PackedTensor, SplitTensor, StoredExperts
 from moestro.hf.store import Part, Recipe, Stored
 from moestro.moe import Dispatcher
 from moestro.parallel import (
@@ -33,8 +35,9 @@ from moestro.parallel import (
     Placement,
     SlicedDispatcher,
 )
-from moestro.parallel.mesh import check_mesh, mesh_place, mesh_size, ranks_along
-from moestro.parallel.shard import take_slice
+from moestro.parallel.guard import SAME_TOKENS, job_timeout
+from moestro.parallel.mesh import check_mesh, mesh_place, mesh_size, ranks_along, timeout_of
+from moestro.parallel.shard import room_for, take_slice
 from moestro.weights import ExpertWeights
 
 OPERATION = "load"
@@ -52,22 +55,28 @@ class Sharding:
     Attributes:
         ep: this rank's place along the experts, and the number of ranks there.
         tp: the same along the intermediate size.
-        ranks: of the job, that hold one copy of the experts together.
+        ranks: of the job, that hold one copy of the experts together and run the same tokens.
         dispatcher: makes a layer's dispatcher from its placement and name.
+        timeout: seconds that a collective may take.
     """
 
     ep: tuple[int, int]
     tp: tuple[int, int]
     ranks: tuple[int, ...]
     dispatcher: MakeLayerDispatcher
+    timeout: float
+
+    @property
+    def peers(self) -> Peers:
+        return Peers.of(self.ranks, self.timeout)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Sharding:
         """Of a mesh with dimensions among dp, ep and tp; ranks along ep and tp run the same tokens."""
         check_mesh(mesh, OPERATION)
         ep, tp = ((mesh_place(mesh, name), mesh_size(mesh, name)) for name in ("ep", "tp"))
-        ranks = tuple(ranks_along(mesh, "ep", "tp"))
-        return cls(ep, tp, ranks, partial(shared_batch, ranks, ep[0]))
+        ranks, timeout = tuple(ranks_along(mesh, "ep", "tp")), timeout_of(mesh)
+        return cls(ep, tp, ranks, partial(shared_batch, partial(Peers.of, ranks, timeout), ep[0]), timeout)
 
     @classmethod
     def of_transformers(cls, model: Any, wanted: Any) -> Sharding:
@@ -87,16 +96,14 @@ class Sharding:
                 needs="tp_size alone, or ep_size equal to it",
                 fix="Load the experts in 16 bits (no MoestroConfig), or use moestro.load(path, device=mesh).",
             )
-        place = dist.get_rank()
+        place, timeout = dist.get_rank(), job_timeout()
         ranks = tuple(range(tp))
+        peers = partial(Peers.of, ranks, timeout)
         if ep == 1:
-            return cls((0, 1), (place, tp), ranks, partial(shared_batch, ranks, 0))
-        make = (
-            sliced_batch
-            if wanted.ep_implementation in (ALL_TO_ALL, "all_to_all")
-            else partial(shared_batch, rank=place)
-        )
-        return cls((place, ep), (0, 1), ranks, lambda placement, name: make(ranks, placement=placement, name=name))
+            return cls((0, 1), (place, tp), ranks, partial(shared_batch, peers, 0), timeout)
+        slices = wanted.ep_implementation in (ALL_TO_ALL, "all_to_all")
+        make = partial(sliced_batch, peers) if slices else partial(shared_batch, peers, place)
+        return cls((place, ep), (0, 1), ranks, make, timeout)
 
     def own(self, num_experts: int) -> tuple[int, ...]:
         """The experts that this rank keeps of so many.
@@ -132,18 +139,67 @@ class Sharding:
             "formats": {target: form.name for target, form in formats.items()},
             "ep and tp": [self.ep[1], self.tp[1]],
         }
-        Peers.of(self.ranks).agree(said, OPERATION, "")
+        self.peers.agree(said, OPERATION, "")
 
 
-def shared_batch(ranks: Sequence[int], rank: int, placement: Placement, name: str) -> Dispatcher:
+def shared_batch(peers: Callable[[], Peers], rank: int, placement: Placement, name: str) -> Dispatcher:
     """For ranks that run the same tokens: outputs are summed."""
-    return AllReduceDispatcher(Place(placement, Peers.of(ranks), None, rank, name))
+    return AllReduceDispatcher(Place(placement, peers(), None, rank, name))
 
 
-def sliced_batch(ranks: Sequence[int], placement: Placement, name: str) -> Dispatcher:
+def sliced_batch(make: Callable[[], Peers], placement: Placement, name: str) -> Dispatcher:
     """For the same: each rank sends its slice of the tokens to the experts, and outputs are gathered."""
-    peers = Peers.of(ranks)
+    peers = make()
     return SlicedDispatcher(AllToAllDispatcher(Place(placement, peers, None, None, name)), peers, name)
+
+
+_BATCH = "_moestro_batch"
+
+_AFTER_EXPERTS = {"labels", "num_items_in_batch", "logits_to_keep", "return_dict"} | {
+    f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
+}
+"""Arguments of a model that its experts never see, which a rank may have alone."""
+
+
+def batch_of(model: nn.Module) -> Peers | None:
+    """The ranks that run the same tokens as this one, for a model whose experts are cut over them, or a copy of it."""
+    return getattr(model, _BATCH, None)
+
+
+def share_batch(model: nn.Module, peers: Peers) -> None:
+    """Note that these ranks run the same tokens, and have them compare what they are given at the first call."""
+    setattr(model, _BATCH, peers)
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            # Of this very module: the handle is the original's, of which this may be a copy.
+            module._forward_pre_hooks.pop(handle.id, None)
+            module._forward_pre_hooks_with_kwargs.pop(handle.id, None)
+            given = _by_name(module, args, kwargs)
+            said = {name: _fingerprint(value) for name, value in sorted(given.items()) if name not in _AFTER_EXPERTS}
+            peers.agree(said, "first call", "", SAME_TOKENS)
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names of the forward's parameters, however they were passed; None is none."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    except TypeError:  # which the call itself raises next
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        found |= value if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fingerprint(value: object) -> str:
+    """Shape, dtype and a hash of a tensor; of anything else its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    data = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {list(value.shape)} {blake2b(data, digest_size=8).hexdigest()}"
 
 
 _MESH: ContextVar[DeviceMesh | None] = ContextVar("moestro.mesh", default=None)
@@ -263,16 +319,41 @@ def put_bias(holder: Any, projection: str, bias: Tensor | None) -> None:
         holder._parameters[name] = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
 
-def cut_along_i(
-    holder: Any, stored: Stored, weights: ExpertWeights, tp: tuple[int, int]
-) -> tuple[Stored, dict[str, Tensor]]:
-    """What is stored of a layer, and its tensors, after every expert was cut along I; biases too."""
-    slices = take_slice(weights, *tp, OPERATION)
-    made = [
-        recipe_of(recipe.target, experts)
-        for recipe, experts in zip(stored.recipes, (slices.gate_up, slices.down), strict=True)
-    ]
-    for projection, bias in zip(stored.projections.both, (slices.gate_up_bias, slices.down_bias), strict=True):
-        put_bias(holder, projection.name, bias)
-    (gate_up, first), (down, second) = made
-    return replace(stored, recipes=(gate_up, down)), first | second
+class Slices:
+    """The slices along I of a layer's experts, put together from one expert after the other."""
+
+    def __init__(self, tp: tuple[int, int], num_experts: int) -> None:
+        self.tp, self.num_experts, self.count = tp, num_experts, 0
+        self._parts: list[list[StoredExperts]] = []
+        self._biases: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def add(self, expert: ExpertWeights) -> None:
+        """Cut the next expert, which is alone in its stacks, and keep this rank's slice."""
+        part = take_slice(expert, *self.tp, OPERATION)
+        both = [part.gate_up, part.down]
+        if not self._parts:
+            self._parts = [
+                [room_for(stored, self.num_experts)] if isinstance(stored, PackedTensor) else [] for stored in both
+            ]
+        for kept, stored in zip(self._parts, both, strict=True):
+            if isinstance(stored, PackedTensor):
+                for all_experts, own in zip(kept[0].tensors, stored.tensors, strict=True):
+                    all_experts[self.count] = own[0]
+            else:
+                kept.append(stored)
+        self._biases.append((part.gate_up_bias, part.down_bias))
+        self.count += 1
+
+    def stored(self, holder: Any, stored: Stored) -> tuple[Stored, dict[str, Tensor]]:
+        """What is stored of the layer, and its tensors; the biases are put into `holder`."""
+        made = []
+        for recipe, parts in zip(stored.recipes, self._parts, strict=True):
+            first = parts[0]
+            split = [part for part in parts if isinstance(part, SplitTensor)]
+            experts = SplitTensor(tuple(m for part in split for m in part.matrices)) if split else first
+            made.append(recipe_of(recipe.target, experts))
+        for projection, rows in zip(stored.projections.both, zip(*self._biases, strict=True), strict=True):
+            found = [row for row in rows if row is not None]
+            put_bias(holder, projection.name, torch.cat(found) if found else None)
+        (gate_up, tensors), (down, others) = made
+        return replace(stored, recipes=(gate_up, down)), tensors | others

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from moestro.checkpoint import Checkpoint
-from moestro.errors import unsupported
+from moestro.errors import MoestroError, unsupported
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.residency import Residency
+from moestro.memory.experts import LayerMemory
+from moestro.memory.waves import MemoryWeights
 from moestro.types import Activation, InputFormat
 from moestro.weights import ExpertWeights, check_input_format
 
@@ -155,6 +157,7 @@ class ExpertStore(nn.Module):
     Attributes:
         mapped: whether the tensors are views of files.
         input_format: how the rows of tokens meet the experts, as in `ExpertWeights`; no state dict has it.
+        memory: what has the experts that are in memory, of a model within a memory budget; None where files are mapped.
         cut: whether other processes have the rest of the experts: then what is here cannot be saved as a checkpoint.
         warns: whether ``.train()`` says, once, that no gradient reaches the experts: of one store in a model.
     """
@@ -163,6 +166,7 @@ class ExpertStore(nn.Module):
         super().__init__()
         self.stored, self.mapped = stored, mapped
         self.residency: Residency | None = None
+        self.memory: LayerMemory | None = None
         self.warns = self.cut = False
         self.input_format: InputFormat = "float"
         self.tensors = {name: tensors[name] for recipe in stored.recipes for name in recipe.names}
@@ -177,7 +181,8 @@ class ExpertStore(nn.Module):
         """The format or both, whether the tensors are views of files, and that of rows where it is not float."""
         names = " and ".join(dict.fromkeys(recipe.format.name for recipe in self.stored.recipes))
         rows = "" if self.input_format == "float" else f", {self.input_format} inputs"
-        return f"{names}, {'memory-mapped' if self.mapped else 'in memory'}{rows}"
+        where = "memory-mapped" if self.mapped else "in memory"
+        return f"{names}, {where if self.memory is None else 'read as needed'}{rows}"
 
     def set_input_format(self, input_format: InputFormat, operation: str) -> None:
         """Have rows of tokens meet the experts in this format from now on; errors as of `check_input_format`."""
@@ -186,7 +191,10 @@ class ExpertStore(nn.Module):
 
     def weights(self, holder: Any) -> ExpertWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
-        if self.residency is not None and self.mapped and not torch.compiler.is_compiling():
+        if self.memory is not None:
+            if torch.compiler.is_compiling():
+                raise self._not_within_memory("torch.compile", "a model whose experts are mapped, or in memory")
+        elif self.residency is not None and self.mapped and not torch.compiler.is_compiling():
             self.residency.turn_to(self.tensors)
         projections, known = self.stored.projections, self._weights
         first, second = (getattr(holder, f"{projection.name}_bias", None) for projection in projections.both)
@@ -198,8 +206,13 @@ class ExpertStore(nn.Module):
             or known.output_norm is not norm
         ):
             stored = (self.gate_up, self.down, first, second)
-            known = self._weights = ExpertWeights(*stored, projections.activation, norm, self.input_format)
+            known = ExpertWeights(*stored, projections.activation, norm, self.input_format)
+            self._weights = known = known if self.memory is None else MemoryWeights.of(known, self.memory)
         return known
+
+    def _not_within_memory(self, operation: str, needs: str) -> MoestroError:
+        fix = "Load the model without memory=."
+        return unsupported(operation, got="a model whose experts are within a memory budget", needs=needs, fix=fix)
 
     def train(self, mode: bool = True) -> ExpertStore:
         """As every module; warns once a model that experts are not trained."""
@@ -218,6 +231,8 @@ class ExpertStore(nn.Module):
         for name, tensor in self.tensors.items():
             device = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device)).device
             if device != tensor.device:
+                if self.memory is not None:
+                    raise self._not_within_memory("to", "the CPU, where its slots are")
                 self._take(name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         self._build()
         return self
@@ -228,6 +243,8 @@ class ExpertStore(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle: what is stored, once, and not the views of it."""
+        if self.memory is not None:
+            raise self._not_within_memory("copy", "a model whose experts can all be in memory")
         # PyTorch does not unpickle dtypes of 8-bit floats.
         tensors = {n: (t.dtype, t.view(torch.uint8) if t.dtype.itemsize == 1 else t) for n, t in self.tensors.items()}
         views = dict.fromkeys(("gate_up", "down", "_weights", "residency"))
@@ -255,6 +272,8 @@ class ExpertStore(nn.Module):
     ) -> None:
         missing_keys, _, error_msgs = lists
         mapped = self.mapped
+        if self.memory is not None and any(prefix + name in state_dict for name in self.tensors):
+            raise self._not_within_memory("load_state_dict", "experts that are not read from their files")
         for name, tensor in list(self.tensors.items()):
             key, given = prefix + name, state_dict.get(prefix + name)
             if given is None:

@@ -122,6 +122,7 @@ def load_text_model(
             isinstance(device, DeviceMesh)
             or not how.changes_nothing
             or how.input_format != "float"
+            or how.memory is not None
             or _stays(found, dtype)
         )
         loaded = load(source, how, dtype, device) if stays else _weights(source, found.config, dtype)
