@@ -3,8 +3,9 @@
 python benchmarks/gguf_model.py FOLDER FILE.gguf                        experts as MXFP4, all else in bfloat16
 python benchmarks/gguf_model.py FOLDER FILE.gguf --experts q4_0         experts in another type of ggml
 
-Needs the `gguf` package (`python benchmarks/install_peers.py FOLDER llama`). Tokens are numbers: no tokenizer is
-written. Norms, biases, sinks and routers are float32, as llama.cpp's own conversion has them.
+Needs the `gguf` package (`python benchmarks/install_peers.py FOLDER llama`). Of the tokenizer, what each token stands
+for is written, which a server needs to answer in text, and one merge only: prompts are given as tokens. Norms, biases,
+sinks and routers are float32, as llama.cpp's own conversion has them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from moestro.checkpoint import Checkpoint, ExpertSource
 from moestro.errors import MoestroError, unsupported
@@ -74,6 +76,7 @@ def write_gguf(folder: Path, target: Path, storage: Storage | None = None) -> No
         )
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
     _metadata(writer, gguf, config)
+    _vocabulary(writer, folder, config["vocab_size"])
     items = list(_items(gguf, folder, config, storage))
     for item in items:
         kind = gguf.GGMLQuantizationType[item.kind.upper()]
@@ -104,7 +107,6 @@ def read_bytes(file: Path) -> float:
 def _metadata(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
     """What llama.cpp asks of these architectures."""
     writer.add_type("model")
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -126,6 +128,24 @@ def _metadata(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def _vocabulary(writer: Any, folder: Path, size: int) -> None:
+    """What each token stands for, as byte-level tokenizers write it."""
+    if not (folder / "tokenizer.json").is_file():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    tokens += [f"<unused{n}>" for n in range(len(tokens), size)]
+    special = set(tokenizer.all_special_ids)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if n in special else 1 for n in range(size)])  # control, normal
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])  # GGUF keeps no empty list
+    if tokenizer.eos_token_id is not None:
+        writer.add_eos_token_id(tokenizer.eos_token_id)
 
 
 def _items(gguf: Any, folder: Path, config: dict[str, Any], storage: Storage) -> Iterator[_Item]:

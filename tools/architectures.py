@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import zoo
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import IMPLEMENTATION
+from moestro.hf.attention import serve_attention
 from moestro.hf.experts import flags_of
 from moestro.hf.families.base import INTERFACE
 from moestro.hf.serving import accelerate, adapter_of, served
@@ -161,6 +162,7 @@ def measure_bfloat16(architecture: str) -> tuple[float, int | None]:
     """
     for seed in range(MOST_SEEDS):
         model = zoo.to_bfloat16(zoo.build(architecture, seed).model)
+        serve_attention(model)  # both sides have it: here experts are compared
         inputs = zoo.inputs_of(model, seed)
         try:
             wanted = zoo.outputs(model, inputs)

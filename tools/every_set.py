@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moestro import settings
@@ -49,19 +50,26 @@ MASKS: dict[str, dict[str, str]] = {
 FIRST = "from moestro.ops import native; print(next(isa.name for isa in native.ISAS if isa.runs_here))"
 
 
-def run(name: str) -> int:
-    """Run the tests with a set as the best one; the exit code."""
+def run(name: str, workers: int) -> int:
+    """Run the tests with a set as the best one, in so many workers (0: in one process); the exit code."""
     environment = {**os.environ, **MASKS[name]}
     first = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=True)
     if first.stdout.strip() != name:
         print(f"{name}: masked so, {first.stdout.strip()} is the best", flush=True)
         return 1
     start = time.monotonic()
-    code = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *TESTS], cwd=ROOT, env=environment, check=False
-    ).returncode
-    print(f"{name}: exit code {code} after {time.monotonic() - start:.0f} s", flush=True)
-    return code
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"-n{workers}", *TESTS],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    seconds = time.monotonic() - start
+    print(f"{done.stdout}{name}: exit code {done.returncode} after {seconds:.0f} s", flush=True)
+    return done.returncode
 
 
 def main(names: list[str]) -> int:
@@ -71,7 +79,7 @@ def main(names: list[str]) -> int:
         print(missing)
         return 1
     best = next(isa.name for isa in native.ISAS if isa.runs_here)
-    codes = []
+    wanted = []
     for isa in native.ISAS:
         if names and isa.name not in names:
             continue
@@ -79,7 +87,11 @@ def main(names: list[str]) -> int:
         if reason is not None or isa.name not in MASKS or (isa.name == best and not names):
             print(f"{isa.name}: {reason or 'runs with the tests as they are'}", flush=True)
         else:
-            codes.append(run(isa.name))
+            wanted.append(isa.name)
+    cores = os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:  # a set for each core, with nothing but its own imports
+        workers = 0 if len(wanted) >= cores else cores // max(len(wanted), 1)
+        codes = list(pool.map(run, wanted, [workers] * len(wanted)))
     return next((code for code in codes if code), 0)
 
 
