@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -51,6 +52,16 @@ def a_move():
     return move, lambda: layer(batches[rank]), "all-to-all of experts"
 
 
+def slices():
+    """Experts along ep, each in slices along tp."""
+    whole, batches, routings = build(Layer((1, 2, 2)))
+    layer = parallelize(MoE(FixedRouter(8), whole), mesh_of(1, 2, 2), AllToAllDispatcher, timeout=LONG)
+    layer.dispatcher = replace(layer.dispatcher, place=replace(layer.dispatcher.place, name="layers.3"))
+    own = dist.get_rank() // 2
+    layer.router.routing = routings[own]
+    return lambda step: layer(batches[own]), lambda: layer(batches[own]), "all-to-all of rows"
+
+
 def a_flow():
     case = Flow((2, 2))
     flow = MeshFlow.of(whole_layer(case), rows_and_columns(case), timeout=LONG, name="layers.3")
@@ -68,6 +79,7 @@ def a_sequence(num_tokens, inside):
 WHAT = {
     "move": a_move,
     "flow": a_flow,
+    "slices": slices,
     "prompt": lambda: a_sequence(60, "all-to-all of rows"),
     "step": lambda: a_sequence(2, "all-reduce of rows"),
 }
@@ -107,7 +119,7 @@ def leave_at(operation, how):
         if name == operation and how == "killed":
             os._exit(9)
         if name == operation:
-            time.sleep(SHORT + 2 * GRACE + 1)
+            time.sleep(SHORT + GRACE + 1)
         return run(self, start, name, where)
 
     Peers._run = leaving

@@ -142,21 +142,22 @@ def test_a_stalled_rank_is_named(fresh):
     assert [said for said, _ in again.run(cases.compare, Layer((1, 3, 1)))] == [None] * 3
 
 
-RANKS = {"move": 3, "flow": 4, "prompt": 3, "step": 3}
+RANKS = {"move": 3, "flow": 4, "slices": 4, "prompt": 3, "step": 3}
 
 
 @pytest.mark.parametrize(
     ("how", "what"), [*(("killed", what) for what in RANKS), *(("stalled", what) for what in ("move", "flow", "step"))]
 )
 def test_a_rank_that_goes_inside_a_move_a_flow_or_a_sequence(fresh, what, how):
-    """In a flow one rank is neither in the row nor in the column of the one that is gone: it hears of it, in time."""
+    """On a mesh one rank is neither in the row nor in the column of the one that is gone: it hears of it."""
     found = fresh(RANKS[what]).run(failing.failing, what, how)
     gone = found.pop(1)
     assert gone == "dead" if how == "killed" else "CollectiveError" not in gone[0]
     for rank, (said, took, again) in zip((0, 2, 3), found, strict=False):
-        if (what, rank) == ("flow", 2):
-            heard = r"rank [03] at MeshFlow: \[.*layers\.3\] got no answer from rank 1"
-            assert re.search(heard if how == "killed" else f"{heard}|no answer from rank 3", said), said
+        if RANKS[what] == 4 and rank == 2:
+            heard = "rank [03] at all-to-all of [a-z ]+, layers.3 of ranks ([01], [13])"
+            named = heard if how == "stalled" else f"{heard}: no answer from rank 1"
+            assert re.search(named, parts(said)["got"]), said
         else:
             assert parts(said)["got"] == "no answer from rank 1", said
         assert what == "move" or "layers.3" in parts(said)["operation"]

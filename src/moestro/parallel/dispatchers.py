@@ -44,6 +44,10 @@ class Place:
     rank: int | None = None
     name: str = ""
 
+    def __post_init__(self) -> None:
+        if self.slices is not None:
+            self.peers.join(self.slices)
+
     @property
     def own(self) -> int:
         return self.peers.rank if self.rank is None else self.rank
@@ -361,6 +365,11 @@ class SlicedDispatcher(Dispatcher):
     inner: Dispatcher
     batch: Peers
     name: str = ""
+
+    def __post_init__(self) -> None:
+        place = getattr(self.inner, "place", None)
+        if isinstance(place, Place):
+            self.batch.join(place.peers)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, tuple[int, int, int | None, Any]]:
         """x [T, H], which all ranks of the batch have -> what the inner one makes of this rank's slice."""

@@ -7,8 +7,6 @@ to the token's place. The sums of all columns are reduce-scattered along the hid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moestro.errors import CollectiveError, invalid_input, unsupported
+from moestro.errors import invalid_input, unsupported
 from moestro.experts import Experts
 from moestro.moe import Dispatcher, MoE
 from moestro.ops.grouping import group_by_expert
@@ -114,6 +112,7 @@ class MeshFlow(nn.Module):
     def __init__(self, layer: MoE, columns: Peers, name: str = "") -> None:
         super().__init__()
         self.layer, self.columns, self.name = layer, columns, name
+        columns.join(self._dispatcher.inner.place.peers)
 
     @classmethod
     def of(
@@ -176,12 +175,10 @@ class MeshFlow(nn.Module):
             InvalidInputError: the last dimension is another.
             CollectiveError: the ranks of a row have other numbers of tokens, or chose other experts.
         """
-        with self._failing_together():
-            whole = self.gather(x)
-            y, digest = self._summed(self.layer, whole)
-            size = self.columns.size
-            parts = y.to(wide(y.dtype)).view(len(y), size, y.shape[1] // size).transpose(0, 1)
-            sums = scatter_same(self.columns, parts, digest, "hidden states", (OPERATION, self.name))
+        y, digest = self._summed(self.layer, self.gather(x))
+        size = self.columns.size
+        parts = y.to(wide(y.dtype)).view(len(y), size, y.shape[1] // size).transpose(0, 1)
+        sums = scatter_same(self.columns, parts, digest, "hidden states", (OPERATION, self.name))
         return sums.to(x.dtype).view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -203,12 +200,11 @@ class MeshFlow(nn.Module):
         place, so that positions need not travel. It is for other kernels, and for a look.
         """
         layer, dispatcher, peers = self.layer, self._dispatcher, self._dispatcher.inner.place.peers
-        with self._failing_together():
-            whole = self.gather(x)
-            rows, local, handle = dispatcher.dispatch(whole, layer.route(whole))
-            received, sent = handle.back
-            places = handle.tokens.to(torch.int32)[:, None]
-            positions = peers.all_to_all(places, sent, received, "positions", self.name)[:, 0].long()
+        whole = self.gather(x)
+        rows, local, handle = dispatcher.dispatch(whole, layer.route(whole))
+        received, sent = handle.back
+        places = handle.tokens.to(torch.int32)[:, None]
+        positions = peers.all_to_all(places, sent, received, "positions", self.name)[:, 0].long()
         sources = torch.arange(peers.size, device=x.device).repeat_interleave(
             torch.tensor(list(received), device=x.device)
         )
@@ -238,16 +234,6 @@ class MeshFlow(nn.Module):
         found = self.layer.dispatcher
         assert isinstance(found, ColumnDispatcher)
         return found
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Have the ranks of the row told what failed in the column, and the other way round: they wait for this one."""
-        try:
-            yield
-        except CollectiveError as error:
-            for peers in (self.columns, self._dispatcher.inner.place.peers):
-                peers.give_up(f"{OPERATION}: {error}")
-            raise
 
 
 def _sizes(mesh: DeviceMesh) -> tuple[int, int]:

@@ -65,6 +65,7 @@ class Peers:
         self._world = dist.group.WORLD
         self._agreements, self._failed = 0, ""
         self._agreed: set[tuple[Any, ...]] = set()
+        self._partners: set[Peers] = set()
         self._batch: tuple[int, str] | None = None
         self._store = self._own_store()
         self.agree({"ranks": list(self.ranks), "timeout": timeout}, "process group", "")
@@ -233,16 +234,34 @@ class Peers:
         """Return when all ranks are here."""
         self._run(lambda: dist.barrier(group=self.group, async_op=True), "barrier", where)
 
+    def join(self, other: Peers) -> None:
+        """Have either told what fails in the other, for what needs both: who waits there would name the wrong rank."""
+        if other is not self:
+            self._partners.add(other)
+            other._partners.add(self)
+
     def give_up(self, why: str) -> None:
         """Refuse all collectives from now on, here, and have the other ranks told, who would wait for this one.
 
         For what went wrong outside the group, and leaves this rank unable to go on with the others.
         """
         if not self._failed:
-            self._failed = why
+            self._say(why)
             with suppress(RuntimeError):
-                self._store.set(f"failed at/{self.rank}", why)
                 self._store.set("failed", why)
+            self._fail(why, why)
+
+    def _say(self, where: str) -> None:
+        """What those are told who miss this rank in a collective that failed."""
+        if not self._failed:
+            with suppress(RuntimeError):
+                self._store.set(f"failed at/{self.rank}", where)
+
+    def _fail(self, why: str, place: str) -> None:
+        """Refuse all collectives from now on; `place` is what partners are told."""
+        self._failed = why
+        for each in self._partners:
+            each.give_up(place)
 
     def _count(self, kind: str, sent: Mapping[int, int]) -> None:
         counts = self.sent.setdefault(kind, Counter())
@@ -300,6 +319,8 @@ class Peers:
     def _broken(self, operation: str, where: str, error: BaseException) -> CollectiveError:
         """The error of a collective that failed, after all who failed in it have said so."""
         place = _place(operation, where)
+        for each in self._partners:  # who may miss this rank at this very time
+            each._say(self._among(place))
         try:
             self._store.set("failed", place)
         except RuntimeError:
@@ -310,8 +331,8 @@ class Peers:
         if missing:
             return self._no_answer(operation, where, missing, f"{self.timeout:g} s, nor when asked again")
         elsewhere = [(r, text) for r, text in zip(self.ranks, told, strict=True) if text != place]
-        self._failed = f"{place} ({_first_line(error)})"
         got = "; ".join(f"rank {r} at {text}" for r, text in elsewhere) or _first_line(error)
+        self._fail(f"{place} ({_first_line(error)})", f"{self._among(place)}: {got}")
         return no_answer(
             place,
             got=got,
@@ -319,8 +340,11 @@ class Peers:
             fix="Look at what those ranks did instead; then start the job again.",
         )
 
+    def _among(self, place: str) -> str:
+        return f"{place} of {_named(self.ranks)}"
+
     def _no_store(self, place: str, error: BaseException) -> CollectiveError:
-        self._failed = f"{place} (the store is gone)"
+        self._fail(f"{place} (the store is gone)", f"{place} (the store is gone)")
         return no_answer(
             place,
             got="no answer from the process that keeps the store, rank 0 or the agent of torchrun",
@@ -330,7 +354,9 @@ class Peers:
 
     def _no_answer(self, operation: str, where: str, missing: Sequence[int], limit: str) -> CollectiveError:
         place = _place(operation, where)
-        self._failed = f"no answer from {_named(missing)} at {place}"
+        self._fail(
+            f"no answer from {_named(missing)} at {place}", f"{self._among(place)}: no answer from {_named(missing)}"
+        )
         return no_answer(
             place,
             got=f"no answer from {_named(missing)}",
