@@ -36,6 +36,7 @@ ROUTE_COLUMNS = ("turn", "phase", "step", "layer", "expert")
 """Of BigMoeOnEdge's route traces: in phase 0 of a turn a step is a token of its prompt, in phase 1 a forward."""
 MAX_BYTES = 2**32
 MAX_EXPERTS = 2**20
+"""Of a layer, and of all layers together: a replay keeps numbers of each."""
 _OPERATION = "read_trace"
 
 
@@ -61,6 +62,8 @@ class Trace:
         widths = np.array([layer.top_k for layer in self.layers], np.int64)
         if not self.layers or len(self.at) != len(self.tokens) or not _within(self.at, 0, len(self.layers)):
             raise _no_trace(None, "visits of other layers than it names")
+        if (count := sum(layer.experts for layer in self.layers)) > MAX_EXPERTS:
+            raise _no_trace(None, f"{count:,} experts in {len(self.layers)} layers")
         if (self.tokens < 1).any() or int((widths[self.at] * self.tokens).sum()) != len(self.ids):
             raise _no_trace(None, "visits of other sizes than its ids have")
         experts = np.array([layer.experts for layer in self.layers])
@@ -199,6 +202,7 @@ def read_trace(path: str | Path, expert_bytes: int | None = None, experts: int |
 _DAMAGE = (
     OSError,
     EOFError,
+    MemoryError,  # of a header that claims a shape that no memory holds
     ValueError,
     KeyError,
     TypeError,
