@@ -117,6 +117,7 @@ def test_several_runs_and_a_table_of_numbers(table: Path) -> None:
     ("arguments", "sentence"),
     [
         (["none.npz"], "got 'none.npz' (No such file or directory); needs a trace of version 1"),
+        (["/dev/zero"], "got '/dev/zero' (no ordinary file); needs a trace of version 1"),
         (["TABLE"], "without the size of an expert"),
         (["TABLE", "--expert-bytes", "0"], "got --expert-bytes '0'"),
         (["TABLE", "--expert-bytes", "9", "--experts", "2"], "expert 7 where there are 2"),

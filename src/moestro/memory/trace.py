@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -217,6 +219,9 @@ _DAMAGE = (
 def _arrays(path: Path) -> dict[str, Any]:
     """The file's arrays, each read whole first, so that its checksum is compared before it is parsed."""
     found = {}
+    with path.open("rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise _no_trace(None, "no ordinary file")  # a device or a pipe may have no end
     with ZipFile(path) as file:
         for name in FIELDS:
             member = file.getinfo(f"{name}.npy")
