@@ -32,6 +32,10 @@ def poisoned_slots(monkeypatch):
     monkeypatch.setattr(slots, "POISON", True)
 
 
+def nothing():
+    pass
+
+
 def content(layer, expert):
     return bytes([layer * EXPERTS + expert + 1]) * NBYTES
 
@@ -54,6 +58,9 @@ class LateReader:
         self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(threads)]
         for thread in self.threads:
             thread.start()
+
+    def keep(self, memory):
+        self.kept = memory
 
     def submit(self, runs, name, urgent=True):
         (run,) = runs
@@ -130,7 +137,7 @@ def compute(memory, index, counts, last=None):
     """A visit as a layer makes it; raises what reads raise, and AssertionError where a slot has another expert."""
     layer = memory.layers[index]
     found = []
-    for wave in layer.in_turn(memory.residents.visit(index, counts, last), NO_BIASES):
+    for wave in layer.in_turn(memory.residents.visit(index, counts, last), NO_BIASES, nothing):
         for expert, slot in zip(wave.experts, wave.slots, strict=True):
             assert there(layer, slot) == content(index, expert), (index, expert)
             found.append(expert)
@@ -140,7 +147,7 @@ def compute(memory, index, counts, last=None):
 def prefetch(memory, index, predicted):
     """Experts that are read before a layer asks for them."""
     for expert, slot in memory.residents.prefetch(index, predicted):
-        list(memory.layers[index].in_turn([Wave((expert,), (slot,), ((expert, slot),))], NO_BIASES))
+        list(memory.layers[index].in_turn([Wave((expert,), (slot,), ((expert, slot),))], NO_BIASES, nothing))
 
 
 def check(memory, reader):

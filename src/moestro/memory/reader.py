@@ -59,6 +59,12 @@ class Ticket:
         """Have it read before what nobody waits for yet."""
         self._reader.engine.hurry(self._number)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `wait` would not wait."""
+        ended: bool = self._reader.engine.has_ended(self._number)
+        return ended
+
     def drop(self) -> bool:
         """Whether it had not begun, and now never will."""
         dropped: bool = self._reader.engine.drop(self._number)
@@ -95,6 +101,7 @@ class Reader:
             )
         self.threads, self.paths = threads, tuple[Path, ...]()
         self.direct, self._direct = True, direct
+        self._kept: list[Any] = []
         try:
             self._reads = native.engine().Reads(threads)
         except (RuntimeError, MemoryError) as error:
@@ -104,6 +111,13 @@ class Reader:
                 needs="a system that starts them",
                 fix="Raise its limits (`ulimit -u`, `ulimit -v`), or ask for fewer.",
             ) from error
+
+    def keep(self, memory: Any) -> None:
+        """Keep what is read into at least until no thread reads any more: a request may outlive who made it."""
+        self._kept.append(memory)
+
+    def __del__(self) -> None:
+        self._reads = None  # which ends the threads, before the memory that they write to goes
 
     @property
     def engine(self) -> Any:
