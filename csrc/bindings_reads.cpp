@@ -53,6 +53,14 @@ public:
             run.file = file, run.offset = offset, run.length = length, run.to = at<uint8_t>(address);
             runs.push_back(run);
         }
+        // What was broken off may still be on its way to the same memory.
+        for (bool clear = false; !clear;) {
+            {
+                const nb::gil_scoped_release release;
+                clear = own().clear(runs, kSignalsEvery);
+            }
+            if (!clear && PyErr_CheckSignals()) throw nb::python_error();
+        }
         const nb::gil_scoped_release release;
         return own().submit(runs, urgent);
     }

@@ -30,6 +30,13 @@ std::unique_ptr<uint8_t, Free> blocks(int64_t bytes) {
     return std::unique_ptr<uint8_t, Free>(static_cast<uint8_t*>(memory));
 }
 
+bool overlap(const std::vector<Run>& some, const std::vector<Run>& others) {
+    for (const Run& one : some)
+        for (const Run& other : others)
+            if (one.to < other.to + other.length && other.to < one.to + one.length) return true;
+    return false;
+}
+
 FileIdentity identity_of(const struct stat& status) {
     FileIdentity found;
     found.device = status.st_dev, found.inode = status.st_ino, found.size = status.st_size;
@@ -66,16 +73,26 @@ int open_direct(const std::string& path) {
 }  // namespace
 
 Reads::Reads(int num_threads) {
-    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    try {
+        for (int i = 0; i < num_threads; ++i)
+            threads_.emplace_back([this, bounce = blocks(kBounceBytes)] { work(bounce.get()); });
+    } catch (...) {  // the system gives no more threads, or memory
+        stop();
+        throw;
+    }
 }
 
-Reads::~Reads() {
+void Reads::stop() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
     }
     more_.notify_all();
     for (std::thread& thread : threads_) thread.join();
+}
+
+Reads::~Reads() {
+    stop();
     for (const auto& file : files_) ::close(file->descriptor);
 }
 
@@ -86,6 +103,11 @@ int Reads::open(const std::string& path, const FileIdentity& identity, bool dire
     file->direct = file->descriptor >= 0;
     if (!file->direct) file->descriptor = open_file(path, 0);
     if (file->descriptor < 0) return -errno;
+    struct stat status;
+    if (::fstat(file->descriptor, &status) || !(identity_of(status) == identity)) {
+        ::close(file->descriptor);
+        return -ESTALE;
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     files_.push_back(std::move(file));
     return static_cast<int>(files_.size()) - 1;
@@ -99,6 +121,28 @@ bool Reads::is_direct(int file) const {
 int Reads::num_files() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return static_cast<int>(files_.size());
+}
+
+bool Reads::clear(const std::vector<Run>& runs, int64_t milliseconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::vector<std::shared_ptr<Request>> begun;
+    for (auto each = tickets_.begin(); each != tickets_.end();) {
+        const std::shared_ptr<Request> request = each->second;
+        if (!overlap(request->runs, runs)) {
+            ++each;
+            continue;
+        }
+        if (!request->ended && request->next) {
+            begun.push_back(request);
+            ++each;
+            continue;
+        }
+        if (!request->ended) remove(request), counts_.dropped += 1;
+        each = tickets_.erase(each);
+    }
+    const auto ended = [](const std::shared_ptr<Request>& request) { return request->ended; };
+    return ended_.wait_for(lock, std::chrono::milliseconds(milliseconds),
+                           [&] { return std::all_of(begun.begin(), begun.end(), ended); });
 }
 
 uint64_t Reads::submit(const std::vector<Run>& runs, bool urgent) {
@@ -185,12 +229,11 @@ void Reads::remove(const std::shared_ptr<Request>& request) {
     from.erase(std::remove(from.begin(), from.end(), request), from.end());
 }
 
-void Reads::work() {
-    const auto bounce = blocks(kBounceBytes);
+void Reads::work(uint8_t* bounce) {
     Run piece;
     while (const std::shared_ptr<Request> request = take(piece)) {
         ReadReport report;
-        read_piece(piece, bounce.get(), report);
+        read_piece(piece, bounce, report);
         finish(request, report);
     }
 }

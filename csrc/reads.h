@@ -64,6 +64,9 @@ public:
     int open(const std::string& path, const FileIdentity& identity, bool direct);
     bool is_direct(int file) const;
     int num_files() const;
+    // False where requests are still written to the memory of these runs after so many milliseconds. Those that had not
+    // begun are dropped, those that have ended are forgotten.
+    bool clear(const std::vector<Run>& runs, int64_t milliseconds);
     // A ticket; runs lie in files that are open. Memory is written to until the ticket was waited for, or dropped.
     uint64_t submit(const std::vector<Run>& runs, bool urgent);
     // Makes a request urgent that was not.
@@ -91,7 +94,8 @@ private:
         ReadReport report;
     };
 
-    void work();
+    void stop();
+    void work(uint8_t* bounce);
     void read_piece(const Run& piece, uint8_t* bounce, ReadReport& report);
     void read_blocks(const File& file, const Run& piece, uint8_t* bounce, ReadReport& report);
     bool read_into(const File& file, const Run& part, int64_t most, ReadReport& report);

@@ -117,6 +117,7 @@ def test_several_runs_and_a_table_of_numbers(table: Path) -> None:
     ("arguments", "sentence"),
     [
         (["none.npz"], "got 'none.npz' (No such file or directory); needs a trace of version 1"),
+        (["/dev/zero"], "got '/dev/zero' (no ordinary file); needs a trace of version 1"),
         (["TABLE"], "without the size of an expert"),
         (["TABLE", "--expert-bytes", "0"], "got --expert-bytes '0'"),
         (["TABLE", "--expert-bytes", "9", "--experts", "2"], "expert 7 where there are 2"),
@@ -154,3 +155,21 @@ def test_traces_that_cannot_be_recorded(arguments: list[str], sentence: str, mod
     result = run("generate", "x", "--model", model_folder, *arguments, code=2)
     assert sentence in result.stderr
     assert FOUR_PARTS.match(result.stderr.strip())
+
+
+def test_a_disk_that_is_full(model_folder: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    result = run("generate", "x", "--model", model_folder, "--max-new-tokens", 2, "--trace", full, code=2)
+    assert "got --trace /dev/full (No space left on device); needs a file" in result.stderr.splitlines()[-1]
+
+
+def test_a_name_is_printed_as_it_is(trace: Trace, tmp_path: Path) -> None:
+    """Nothing in it is read as markup or as mathematics, and nothing reaches the terminal as a command."""
+    name = "folder [/b] $\\nothing$"
+    Trace(name, trace.layers, trace.at, trace.tokens, trace.ids).write(tmp_path / "t.npz")
+    out = run("cache", tmp_path / "t.npz", "--policy", "lru", "--plot", tmp_path / "p.png").stdout
+    assert out.startswith(f"model: {name}, 8 experts")
+    Trace("a\x1b[31mb\n", trace.layers, trace.at, trace.tokens, trace.ids).write(tmp_path / "t.npz")
+    assert run("cache", tmp_path / "t.npz", "--policy", "lru").stdout.startswith(r"model: 'a\x1b[31mb\n', 8 experts")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import os
 import pickle
 import shutil
+import signal
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -239,8 +243,11 @@ def test_options_that_there_are_not(made):
             moestro.load(made.folder("olmoe"), slots=value)
     with pytest.raises(InvalidInputError, match="policy"):
         MemoryBudget(10**9, "random")
-    with pytest.raises(InvalidInputError, match="reading threads"):
-        MemoryBudget(10**9, threads=9)
+    with pytest.raises(InvalidInputError, match="policy"):
+        MemoryBudget(10**9, ["lru"])
+    for threads in (9, 2.0, True, "4"):
+        with pytest.raises(InvalidInputError, match="reading threads"):
+            MemoryBudget(10**9, threads=threads)
 
 
 def test_what_would_have_to_be_converted(made):
@@ -258,8 +265,6 @@ def test_what_cannot_be_done_within_a_budget(made, tmp_path):
             copied(model)
     with pytest.raises(UnsupportedError, match="load_state_dict"):
         model.load_state_dict(model.state_dict())
-    with pytest.raises(UnsupportedError, match="memory budget"):
-        moestro.load(folder, memory="1GB").to("meta")
     with torch.no_grad():
         for forced in ({"implementation": "reference"}, {"strategy": "all_experts"}):
             with moestro.use(**forced), pytest.raises(UnsupportedError, match="routed to"):
@@ -272,8 +277,107 @@ def test_what_cannot_be_done_within_a_budget(made, tmp_path):
     assert torch.equal(logits(moestro.load(tmp_path / "saved")), logits(whole))
 
 
-def test_biases_of_now(made):
-    """Slots have copies of them."""
+@pytest.mark.parametrize("part", ["", "model", "model.layers.0", "model.layers.0.mlp.experts"])
+def test_a_move_is_refused_before_anything_moves(made, part):
+    folder = made.folder("qwen3-30b-a3b")
+    model, whole = moestro.load(folder, memory="1GB"), moestro.load(folder)
+    for move in (lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")):
+        with pytest.raises(UnsupportedError, match="the CPU, where its slots are"):
+            move(model.get_submodule(part))
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert torch.equal(logits(model), logits(whole))
+
+
+def test_casts_are_those_of_the_whole_model(made):
+    folder = made.folder("qwen3-30b-a3b")
+    model, whole = moestro.load(folder, memory=budgets(folder)[1]), moestro.load(folder)
+    for cast in (lambda m: m.half(), lambda m: m.to(torch.float32), lambda m: m.to("cpu", torch.bfloat16)):
+        assert torch.equal(logits(cast(model)), logits(cast(whole)))
+
+
+@pytest.mark.parametrize("place", [{"": "cuda:0"}, {"model": "cpu", "lm_head": 0}, "cuda"])
+def test_other_devices_are_refused_before_a_weight_is_read(made, monkeypatch, place):
+    monkeypatch.setattr("moestro.hf.memory.Reader", None)
+    monkeypatch.setattr("moestro.hf.loading.find_device", lambda name, operation: torch.device(name))
+    load, options = moestro.load, {"memory": "1GB", "device": place}
+    if place != "cuda":
+        load = AutoModelForCausalLM.from_pretrained
+        options = {"quantization_config": MoestroConfig(memory="1GB"), "device_map": place}
+    with pytest.raises(UnsupportedError, match=r"memory= and device '(cuda|0).*the CPU"):
+        load(made.folder("olmoe"), **options)
+
+
+def test_a_model_that_was_deleted_gives_its_slots_to_the_next(made, monkeypatch):
+    monkeypatch.setattr("moestro.hf.memory.WORTH_COLLECTING", 1)
+    folder = made.folder("qwen3-30b-a3b")
+    model = moestro.load(folder, memory="1GB")
+    gone = weakref.ref(expert_memory(model).reader)
+    gc.disable()
+    try:
+        del model
+        moestro.load(folder, memory="1GB")
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_child_is_refused_while_another_thread_computes(made):
+    """And does not wait for a lock that nobody will give back."""
+    model = moestro.load(made.folder("qwen3-30b-a3b"), memory="1GB")
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with expert_memory(model).lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # in place of a hang
+        code = 1
+        try:
+            assert memory_line(model)
+            logits(model, FOUR)
+        except UnsupportedError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_thousand_tokens_and_four_that_decode(made):
+    """A long prompt, and a batch of four that goes on from its own, of a quarter of the experts."""
+    folder = made.folder("olmoe")
+    whole = moestro.load(folder)
+    model = moestro.load(folder, memory=budgets(folder)[1])
+    memory = expert_memory(model)
+    assert torch.equal(logits(model, PROMPT.repeat(1, 4)[:, :1000]), logits(whole, PROMPT.repeat(1, 4)[:, :1000]))
+    four = PROMPT[:, :48].view(4, 12)
+    found = [each.generate(four, max_new_tokens=8, do_sample=False) for each in (model, whole)]
+    assert torch.equal(*found)
+    assert memory.residents.total.loads > 4 * memory.residents.slots  # each slot had several
+    check_bookkeeping(memory)
+
+
+def test_a_folder_of_links_as_a_hub_keeps_it(made, tmp_path):
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    for number, path in enumerate(made.folder("gpt-oss-20b", shard_bytes=100_000).iterdir()):
+        kept = tmp_path / f"blob-{number}"
+        shutil.copy(path, kept)
+        (folder / path.name).symlink_to(os.path.relpath(kept, folder))
+    model = moestro.load(folder, memory=budgets(made.folder("gpt-oss-20b"))[1])
+    assert torch.equal(logits(model), logits(moestro.load(folder)))
+
+
+def test_biases_of_now(made, monkeypatch):
+    """Slots have copies of them, also where copying them was broken off."""
     folder = made.folder("gpt-oss-20b")
     whole, model = moestro.load(folder), moestro.load(folder, memory="1GB")
     logits(model)
@@ -281,6 +385,10 @@ def test_biases_of_now(made):
         for name, parameter in each.named_parameters():
             if name.endswith("proj_bias"):
                 parameter.data.mul_(3) if "gate_up" in name else setattr(parameter, "data", parameter.data + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.SlotPool, "set_bias", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            logits(model)
     assert torch.equal(logits(model), logits(whole))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,33 @@ def test_a_layer_that_fails_is_left() -> None:
         assert not recorder
         zoo.outputs(model, zoo.inputs_of(model))
         assert recorder.trace().at.tolist() == list(range(len(served(model))))
+
+
+def test_another_thread_in_another_layer() -> None:
+    """It comes to the last layer while this one is in the first; what this one does is recorded as it is."""
+    model = accelerate(built("qwen3_moe"))
+    stands, goes_on, main = threading.Event(), threading.Event(), threading.current_thread()
+    other = threading.Thread(target=zoo.outputs, args=(model, zoo.inputs_of(model)))
+
+    def begin(module: torch.nn.Module, arguments: object) -> None:
+        if threading.current_thread() is main:
+            other.start()
+            stands.wait(60)
+
+    def stand(module: torch.nn.Module, arguments: object) -> None:
+        if threading.current_thread() is other:
+            stands.set()
+            goes_on.wait(60)
+
+    first, last = (model.get_submodule(layer.path) for layer in (served(model)[0], served(model)[-1]))
+    with recorded(model, "tiny") as recorder:
+        hooks = [first.register_forward_pre_hook(begin), last.register_forward_pre_hook(stand)]
+        zoo.outputs(model, zoo.inputs_of(model))
+        goes_on.set()
+        other.join()
+        for hook in hooks:
+            hook.remove()
+    assert recorder.trace().at.tolist() == list(range(len(served(model))))
 
 
 def test_a_model_that_moestro_does_not_serve() -> None:

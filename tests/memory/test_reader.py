@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -164,6 +165,53 @@ def test_what_the_system_will_not_read():
     got = room(BLOCK)
     with pytest.raises(InvalidInputError, match="Input/output error at byte"):
         reader.submit([Run(0, 1 << 20, BLOCK, got.data_ptr())], "an expert").wait()
+
+
+def test_what_nobody_waits_for_is_not_written_later(file):
+    """A request that was broken off, and another for the same memory: what comes last stays."""
+    wanted, reader = file.read_bytes(), Reader(1)
+    reader.add(file, identity(file))
+    memory, other = room(SIZE), room(SIZE)
+    for urgent in (True, False):
+        reader.submit([Run(0, 0, SIZE, memory.data_ptr())], "broken off", urgent=False)
+        reader.submit([Run(0, 9, SIZE - 9, memory.data_ptr())], "the one after it", urgent=urgent).wait()
+        reader.submit([Run(0, 0, SIZE, other.data_ptr())], "the last", urgent=False).wait()
+        assert bytes(memory[: SIZE - 9].numpy()) == wanted[9:]
+
+
+def test_a_relative_path_and_another_folder(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    reader = Reader(1)
+    reader.add(Path(file.name), identity(file))
+    monkeypatch.chdir(tmp_path)
+    ask_for_all(reader, file)
+
+
+def test_another_file_by_the_time_it_is_opened(file, tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(file.read_bytes())
+    before = identity(path)
+    kept = tmp_path / "kept"
+    os.rename(path, kept)
+    path.write_bytes(kept.read_bytes())
+    with pytest.raises(InvalidInputError, match="another file in its place"):
+        Reader(1).add(path, before)
+
+
+def test_a_system_that_starts_no_threads(file):
+    """In a child, with hardly any address space left."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (space + 12 * 2**20, resource.RLIM_INFINITY))
+            _ = [Reader(8) for _ in range(20)]  # the first may have stacks of threads that have ended
+        except InvalidInputError as error:
+            code = 0 if "8 reading threads" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_file_that_is_not_there(tmp_path):

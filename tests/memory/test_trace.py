@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from moestro.errors import InvalidInputError
 from moestro.memory import LayerSize, Recorder, Trace, Visit, merged, read_trace
+from moestro.memory.trace import FIELDS
 
 FOUR_PARTS = re.compile(r"\[read_trace\] got .+; needs .+\. .+\.")
 SIZES = (LayerSize(6, 2, 100, "a"), LayerSize(4, 3, 50, "b"))
@@ -118,6 +119,7 @@ def layer(**changes: object) -> dict:
         (arrays(header=header(layers=3)), "not iterable"),
         (arrays(header=layer(experts=1)), "a layer of 1 experts, top-k 2"),
         (arrays(header=layer(experts=2**40)), "a layer of 1099511627776 experts"),
+        (arrays(header=header(layers=layer(experts=2**20)["layers"] * 2)), "2,097,152 experts in 2 layers"),
         (arrays(header=layer(top_k=2.0)), "a layer of 6 experts"),
         (arrays(header=layer(more=1)), "unexpected keyword argument"),
         (arrays(layers=[1]), "visits of other layers"),
@@ -250,3 +252,13 @@ def test_route_traces_are_read(tmp_path):
     path.write_text("turn,phase,layer,expert\n0,0,0,1\n")
     with pytest.raises(InvalidInputError, match="columns turn, phase"):
         read_trace(path, expert_bytes=7)
+
+
+def test_a_shape_that_no_memory_holds(tmp_path: Path) -> None:
+    begin = io.BytesIO()
+    np.lib.format.write_array_header_1_0(begin, {"descr": "<i8", "fortran_order": False, "shape": (2**50,)})
+    with ZipFile(tmp_path / "t.npz", "w") as file:
+        for name in FIELDS:
+            file.writestr(f"{name}.npy", begin.getvalue())
+    with pytest.raises(InvalidInputError, match=r"t\.npz"):
+        read_trace(tmp_path / "t.npz")

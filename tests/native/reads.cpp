@@ -1,6 +1,6 @@
 // Reads under ThreadSanitizer: threads of demand and of guesses, with delays, calls that are interrupted, short reads
-// and failures put in the place of pread. Fails if memory holds other bytes than the file, if a request that failed
-// says it did not, or one ends twice. tools/reads.py compiles and runs it.
+// and failures put in the place of pread; some requests are broken off. Fails if memory holds other bytes than the
+// file, if a request that failed says it did not, or one ends twice. tools/reads.py compiles and runs it.
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -65,7 +65,9 @@ Tally ask(Reads& reads, int file, unsigned seed, int rounds) {
             room += run.length;
         }
         const bool urgent = generator() % 2;
+        while (!reads.clear(runs, 1000)) continue;
         const uint64_t ticket = reads.submit(runs, urgent);
+        if (generator() % 16 == 0) continue;  // broken off: the next that asks for this memory comes after it
         if (!urgent && generator() % 4 == 0) reads.hurry(ticket);
         if (!urgent && generator() % 4 == 0 && reads.drop(ticket)) {
             tally.dropped += 1;
@@ -84,6 +86,9 @@ Tally ask(Reads& reads, int file, unsigned seed, int rounds) {
             tally.wrong += report.outcome != ReadOutcome::system_error;
         }
     }
+    Run whole;
+    whole.to = memory.data(), whole.length = static_cast<int64_t>(memory.size());
+    while (!reads.clear({whole}, 1000)) continue;
     return tally;
 }
 
@@ -124,6 +129,6 @@ int main(int argc, char** argv) {
     std::printf("%lld read, %lld failed, %lld dropped, %lld wrong, direct: %s\n", static_cast<long long>(all.done),
                 static_cast<long long>(all.failed), static_cast<long long>(all.dropped),
                 static_cast<long long>(all.wrong), direct ? "yes" : "no");
-    const bool told = all.failed > 0 && all.failed <= failures.load() && all.dropped == dropped;
+    const bool told = all.failed > 0 && all.failed <= failures.load() && all.dropped <= dropped;
     return all.wrong == 0 && all.done > 0 && told ? 0 : 1;
 }

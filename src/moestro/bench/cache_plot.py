@@ -47,5 +47,5 @@ def cache_plot(report: CacheReport, path: str | Path) -> None:
             axis.set_xticks(budgets, [f"{cycles:.2g}" for cycles in budgets])
             axis.minorticks_off()
             axis.legend()
-        figure.suptitle("\n".join(headline(report)))
+        figure.suptitle("\n".join(headline(report)), parse_math=False)
         figure.savefig(path)

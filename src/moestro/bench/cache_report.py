@@ -111,9 +111,9 @@ def headline(report: CacheReport) -> list[str]:
     """Model, run and sizes, a line each."""
     sizes = report.least_bytes, report.cycle_bytes, report.total_bytes
     least, cycle, whole = (f"{size / 1e6:,.1f} MB" for size in sizes)
-    rate = report.bytes_per_second
+    rate, name = report.bytes_per_second, report.model if report.model.isprintable() else repr(report.model)
     return [
-        f"model: {report.model}, {report.experts:,} experts in {report.layers} layers",
+        f"model: {name}, {report.experts:,} experts in {report.layers} layers",
         f"run: {report.prompt_tokens:,} tokens of prompts, {report.decoded_tokens:,} decoded",
         f"experts: {whole}; of one token {cycle}; the least budget {least}",
         *([] if rate is None else [f"read at {rate / 1e9:g} GB/s"]),

@@ -47,7 +47,7 @@ def cache(
             typer.echo(json.dumps(found.as_json()))
         else:
             console = wide_console()
-            console.print(*headline(found), sep="\n", soft_wrap=True)
+            console.print(*headline(found), sep="\n", soft_wrap=True, markup=False)
             console.print(table(found))
         if plot is not None:
             from moestro.bench.cache_plot import cache_plot

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moestro.hf import MoestroConfig
     from moestro.hf.generate import Generation, Prompt, Sampling
     from moestro.hf.text_model import TextModel
+    from moestro.memory import Trace
 
 
 def generate(
@@ -128,7 +129,19 @@ def _recorded(text_model: TextModel, path: Path | None) -> Iterator[None]:
             yield
         finally:
             if recorder:
-                recorder.trace().write(path)
+                _write_trace(recorder.trace(), path)
+
+
+def _write_trace(trace: Trace, path: Path) -> None:
+    try:
+        trace.write(path)
+    except OSError as error:
+        raise invalid_input(
+            "generate",
+            got=f"--trace {path} ({error.strerror or error})",
+            needs="a file that can be written, and room for it",
+            fix="Name another file, and generate again.",
+        ) from error
 
 
 def _requests(texts: list[str], sampling: Sampling, system: str | None, chat: bool) -> list[tuple[Prompt, Sampling]]:

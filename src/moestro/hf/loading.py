@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import invalid_input
 from moestro.hf.config import MoestroConfig
+from moestro.hf.memory import check_place
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.sharding import cut_over
 from moestro.hf.sources import model_class, take_quantization
@@ -76,7 +77,7 @@ def load(
         CollectiveError: ranks of the mesh that load something else, or that do not come.
     """
     wanted = _asked(format, {"input_format": input_format, "projections": projections, **memory})
-    mesh, place = _destination(device)
+    mesh, place = _destination(device, wanted.memory is not None)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
     found = open_checkpoint(Path(source)) if Path(source).is_dir() else None  # first, for it finds what is damaged
@@ -93,11 +94,16 @@ def load(
         return model if place is None else model.to(place)
 
 
-def _destination(device: torch.device | str | DeviceMesh | None) -> tuple[DeviceMesh | None, torch.device | None]:
-    """The mesh, if it is one, and where the model goes; None where nobody says."""
+def _destination(
+    device: torch.device | str | DeviceMesh | None, stays: bool
+) -> tuple[DeviceMesh | None, torch.device | None]:
+    """The mesh, if it is one, and where the model goes; None where nobody says. One that stays is on the CPU."""
     mesh = device if isinstance(device, DeviceMesh) else None
     named = device.device_type if isinstance(device, DeviceMesh) else device
-    return mesh, None if named is None else find_device(named, OPERATION)
+    place = None if named is None else find_device(named, OPERATION)
+    if stays and mesh is None:
+        check_place(place)
+    return mesh, place
 
 
 def _asked(format: str | MoestroConfig | None, options: dict[str, Any]) -> MoestroConfig:

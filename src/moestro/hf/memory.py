@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from moestro.errors import MoestroError, unsupported
 from moestro.formats import StoredExperts, WeightFormat
 from moestro.hf.models import routed_experts_of
 from moestro.hf.routers import router_of
-from moestro.hf.store import ExpertStore, Recipe, Stored
+from moestro.hf.store import ExpertStore, Recipe, Stored, check_stays, not_within_memory
 from moestro.memory.amounts import shown_bytes
 from moestro.memory.budget import MemoryBudget
 from moestro.memory.experts import ExpertMemory, LayerPlan
@@ -24,6 +26,12 @@ from moestro.memory.sizes import LayerSize
 from moestro.memory.slots import SlotTensor, Source
 
 OPERATION = "load"
+WORTH_COLLECTING = 1 << 26
+"""Bytes of other models' slots from which on Python's collector is asked for first: models refer to themselves, so that
+one which was deleted keeps its slots until then."""
+_MADE: weakref.WeakSet[ExpertMemory] = weakref.WeakSet()
+_RULES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Of Transformers, by which a device_map is made."""
 
 
 def expert_memory(model: nn.Module) -> ExpertMemory | None:
@@ -77,6 +85,8 @@ def plan_memory(
         InvalidInputError: a budget below the least that works.
         UnsupportedError: prefetching for a model whose routers are not found.
     """
+    if sum(memory.slot_bytes for memory in _MADE) >= WORTH_COLLECTING:
+        gc.collect()
     reader = Reader(budget.threads)
     identities = checkpoint.identities
     used = {checkpoint.entry(name).file for _, stored in layers for r in stored.recipes for name in r.names}
@@ -85,6 +95,7 @@ def plan_memory(
     memory = ExpertMemory([_plan(name, stored, checkpoint, files, top_k) for name, stored in layers], budget, reader)
     if budget.prefetch:
         memory.prefetcher = _prefetcher(model, layers)
+    _MADE.add(memory)
     return memory
 
 
@@ -99,6 +110,43 @@ def _prefetcher(model: nn.Module, layers: Sequence[tuple[str, Stored]]) -> Prefe
             "Leave prefetch out.",
         )
     return found
+
+
+def keep_here(model: nn.Module) -> None:
+    """Have a model refuse to be moved away from its slots as a whole: before the first of its tensors is moved."""
+    for path, store in list(model.named_modules()):
+        if isinstance(store, ExpertStore):
+            parts = path.split(".")[:-1]
+            for depth in range(len(parts) + 1):
+                module = model.get_submodule(".".join(parts[:depth]))
+                module.__dict__["_apply"] = _Apply(module)
+
+
+class _Apply:
+    """A module's own `_apply`, by way of which `to` and its kin go, after a look at where they go."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
+        check_stays(fn)
+        module = self._module()
+        return None if module is None else type(module)._apply(module, fn, recurse)
+
+    def __reduce__(self) -> str:
+        raise not_within_memory("copy", "a model whose experts can all be in memory")
+
+
+def check_place(device: Any) -> None:
+    """Refuse another device than the CPU: one, or a device_map that names one. What "auto" comes to shows later.
+
+    Raises:
+        UnsupportedError: so.
+    """
+    places = device.values() if isinstance(device, Mapping) else [device] if device not in (None, *_RULES) else []
+    others = [place for place in places if str(place).partition(":")[0] != "cpu"]
+    if others:
+        raise _refused(f"device {str(others[0])!r}", "the CPU, where its slots are", "Load without memory=.")
 
 
 def keep_in_memory(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from moestro.hf.config import MoestroConfig
 from moestro.hf.dense import check_projections, serve_projections
 from moestro.hf.experts import Spread
 from moestro.hf.families.base import INTERFACE
-from moestro.hf.memory import check_memory, keep_in_memory, plan_memory
+from moestro.hf.memory import check_memory, check_place, keep_here, keep_in_memory, plan_memory
 from moestro.hf.residency import Residency
 from moestro.hf.serving import Found, replace_forward
 from moestro.hf.sharding import (
@@ -87,6 +87,7 @@ class MoestroQuantizer(HfQuantizer):
         config.overrides = in_any_order(self._targets, config.format, config.overrides)
         check_input_format(config.input_format, self._targets.values(), "load")
         if config.memory is not None:
+            check_place(device_map)
             check_memory([s for _, s in self._layers], self._targets, self._checkpoint, self._sharding is not None)
         if self._sharding is not None:
             _check_served(self._layers, model)
@@ -138,6 +139,8 @@ class MoestroQuantizer(HfQuantizer):
             device = _device_of(model, layer)
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
             replace_forward(layer, self._strategy(layer, stored))
+        if memory is not None:
+            keep_here(model)
         if self.quantization_config.projections:
             serve_projections(model)
         serve_attention(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +21,18 @@ from moestro.types import Routing
 from moestro.weights import ExpertWeights
 
 
+class _Running(threading.local):
+    """The layers that this thread is in; observers are told of calls of their own thread only."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+
 @contextmanager
 def recorded(model: nn.Module, name: str) -> Iterator[Recorder]:
     """Inside, every call of the model's expert layers is added to the recorder, layers in the order of the model.
+
+    Calls of other threads are not.
 
     Args:
         model: that moestro serves.
@@ -40,18 +50,18 @@ def recorded(model: nn.Module, name: str) -> Iterator[Recorder]:
             fix="Call moestro.accelerate(model) first.",
         )
     recorder = Recorder(name)
-    running: list[int] = []
+    running = _Running()
 
     def begin(layer: int, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        running.append(layer)
+        running.layers.append(layer)
 
     def end(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
-        running.pop()
+        running.layers.pop()
 
     def tell(prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
-        if running:
+        if running.layers:
             routing, weights = arguments[1], arguments[2]
-            recorder.add(running[-1], _size(routing, weights), routing.expert_ids.cpu().numpy().astype(np.int64))
+            recorder.add(running.layers[-1], _size(routing, weights), routing.expert_ids.cpu().numpy().astype(np.int64))
 
     modules = [model.get_submodule(path) for path in paths]
     hooks = [module.register_forward_pre_hook(partial(begin, layer)) for layer, module in enumerate(modules)]

@@ -149,6 +149,18 @@ class Stored:
     recipes: tuple[Recipe, Recipe]
 
 
+def not_within_memory(operation: str, needs: str) -> MoestroError:
+    """The error for what a model within a memory budget does not do."""
+    fix = "Load the model without memory=."
+    return unsupported(operation, got="a model whose experts are within a memory budget", needs=needs, fix=fix)
+
+
+def check_stays(fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse what `Module._apply` is given if it moves tensors away from the CPU."""
+    if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
+        raise not_within_memory("to", "the CPU, where its slots are")
+
+
 class ExpertStore(nn.Module):
     """Keeps one layer's stored experts: moves with the model, and appears in its state dict as in the checkpoint.
 
@@ -193,7 +205,7 @@ class ExpertStore(nn.Module):
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
         if self.memory is not None:
             if torch.compiler.is_compiling():
-                raise self._not_within_memory("torch.compile", "a model whose experts are mapped, or in memory")
+                raise not_within_memory("torch.compile", "a model whose experts are mapped, or in memory")
         elif self.residency is not None and self.mapped and not torch.compiler.is_compiling():
             self.residency.turn_to(self.tensors)
         projections, known = self.stored.projections, self._weights
@@ -210,10 +222,6 @@ class ExpertStore(nn.Module):
             self._weights = known = known if self.memory is None else MemoryWeights.of(known, self.memory)
         return known
 
-    def _not_within_memory(self, operation: str, needs: str) -> MoestroError:
-        fix = "Load the model without memory=."
-        return unsupported(operation, got="a model whose experts are within a memory budget", needs=needs, fix=fix)
-
     def train(self, mode: bool = True) -> ExpertStore:
         """As every module; warns once a model that experts are not trained."""
         if mode and self.warns:
@@ -228,11 +236,11 @@ class ExpertStore(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStore:
+        if self.memory is not None:
+            check_stays(fn)
         for name, tensor in self.tensors.items():
             device = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device)).device
             if device != tensor.device:
-                if self.memory is not None:
-                    raise self._not_within_memory("to", "the CPU, where its slots are")
                 self._take(name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         self._build()
         return self
@@ -244,7 +252,7 @@ class ExpertStore(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle: what is stored, once, and not the views of it."""
         if self.memory is not None:
-            raise self._not_within_memory("copy", "a model whose experts can all be in memory")
+            raise not_within_memory("copy", "a model whose experts can all be in memory")
         # PyTorch does not unpickle dtypes of 8-bit floats.
         tensors = {n: (t.dtype, t.view(torch.uint8) if t.dtype.itemsize == 1 else t) for n, t in self.tensors.items()}
         views = dict.fromkeys(("gate_up", "down", "_weights", "residency"))
@@ -273,7 +281,7 @@ class ExpertStore(nn.Module):
         missing_keys, _, error_msgs = lists
         mapped = self.mapped
         if self.memory is not None and any(prefix + name in state_dict for name in self.tensors):
-            raise self._not_within_memory("load_state_dict", "experts that are not read from their files")
+            raise not_within_memory("load_state_dict", "experts that are not read from their files")
         for name, tensor in list(self.tensors.items()):
             key, given = prefix + name, state_dict.get(prefix + name)
             if given is None:

@@ -38,8 +38,8 @@ class MemoryBudget:
                 needs="a number of bytes above 0",
                 fix='For instance memory="8GB", or memory=8_000_000_000.',
             )
-        policy_named(OPERATION, self.policy)
-        if isinstance(self.threads, bool) or self.threads not in range(1, MOST_THREADS + 1):
+        policy_named(OPERATION, str(self.policy))
+        if type(self.threads) is not int or not 1 <= self.threads <= MOST_THREADS:
             raise invalid_input(
                 OPERATION,
                 got=f"{self.threads!r} reading threads",

@@ -291,10 +291,10 @@ class LayerMemory:
         now = tuple(None if b is None else (b.data_ptr(), _version(b), b.dtype) for b in biases_of(like))
         slots = self.pool.weights(like)
         if now != self._biases:
-            self._biases = now
             for slot, key in enumerate(self.pool.holds):
                 if key is not None and key[0] == self.index:
                     self.pool.set_bias(like, key[1], slot)
+            self._biases = now  # at the end: whoever is broken off begins again
         return slots
 
     def __str__(self) -> str:

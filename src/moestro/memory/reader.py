@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ OPERATION = "memory"
 THREADS = 4
 """That read, unless somebody says otherwise."""
 MOST_THREADS = 8
+
+_OTHER = "another file in its place, or a file that was written to or cut"
 
 Identity = tuple[int, int, int, int]
 """Of a file: device, inode, size in bytes, and when it was written to in nanoseconds."""
@@ -77,6 +80,7 @@ class Reader:
 
     Attributes:
         paths: the files, by their numbers.
+        direct: whether every file is read past the page cache.
 
     Raises:
         InvalidInputError: another number of threads.
@@ -96,9 +100,17 @@ class Reader:
                 fix=f"{missing[0].upper()}{missing[1:]}.",
             )
         self.threads, self.paths = threads, tuple[Path, ...]()
-        self._direct = direct
+        self.direct, self._direct = True, direct
         self._kept: list[Any] = []
-        self._reads = native.engine().Reads(threads)
+        try:
+            self._reads = native.engine().Reads(threads)
+        except (RuntimeError, MemoryError) as error:
+            raise invalid_input(
+                OPERATION,
+                got=f"{threads} reading threads ({error})",
+                needs="a system that starts them",
+                fix="Raise its limits (`ulimit -u`, `ulimit -v`), or ask for fewer.",
+            ) from error
 
     def keep(self, memory: Any) -> None:
         """Keep what is read into at least until no thread reads any more: a request may outlive who made it."""
@@ -110,6 +122,15 @@ class Reader:
     @property
     def engine(self) -> Any:
         """The threads of this process."""
+        self.check_process()
+        return self._reads
+
+    def check_process(self) -> None:
+        """Refuse a child that was forked: threads, and locks of the other threads, do not pass through a fork.
+
+        Raises:
+            UnsupportedError: so.
+        """
         if not self._reads.is_here:
             raise unsupported(
                 OPERATION,
@@ -117,34 +138,35 @@ class Reader:
                 needs="the process whose threads read",
                 fix="Load the model in each process.",
             )
-        return self._reads
 
     def add(self, path: Path, identity: Identity) -> int:
         """The number of a file, which has to stay what it was when its header was read.
 
         Raises:
-            InvalidInputError: the system does not open it.
+            InvalidInputError: the system does not open it, or it is another file by now.
         """
+        path = path.absolute()  # wherever the process goes later
         device, inode, size, modified = identity
         number: int = self.engine.open(str(path), device, inode, size, modified, self._direct)
         if number < 0:
-            raise self._changed(path, os.strerror(-number), "its weights")
+            what = _OTHER if number == -errno.ESTALE else os.strerror(-number)
+            raise self._changed(path, what, "its weights")
         self.paths = (*self.paths, path)
+        self.direct &= self.engine.is_direct(number)
         return number
-
-    @property
-    def direct(self) -> bool:
-        """Whether every file is read past the page cache."""
-        return all(self._reads.is_direct(file) for file in range(len(self.paths)))
 
     @property
     def counts(self) -> dict[str, int]:
         """Since the start: requests, bytes that they asked for, bytes_from_files, system_calls that read, dropped."""
-        found: dict[str, int] = self._reads.counts()
+        found: dict[str, int] = self.engine.counts()
         return found
 
     def submit(self, runs: Sequence[Run], name: str, urgent: bool = True) -> Ticket:
-        """Have runs read, those of demand before those of a guess; `name` says in errors what they are."""
+        """Have runs read, those of demand before those of a guess; `name` says in errors what they are.
+
+        Requests for the same memory, that a Ctrl-C left without anybody who waits for them, are dropped or waited for
+        first.
+        """
         given = [(run.file, run.offset, run.length, run.address) for run in runs]
         return Ticket(self, self.engine.submit(given, urgent), name)
 
@@ -159,7 +181,7 @@ class Reader:
         reasons = {
             "system_error": f"{os.strerror(error)} at byte {offset}",
             "cut_off": f"its end at byte {offset}",
-            "changed": "another file in its place, or a file that was written to or cut",
+            "changed": _OTHER,
             "gone": "no file of its name any more",
         }
         return self._changed(path, reasons[outcome], name)

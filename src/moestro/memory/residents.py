@@ -73,6 +73,13 @@ class _State:
         self.pinned: set[int] = set()
         self.to_pin = 0
 
+    def put_right(self, pinned: Collection[int]) -> None:
+        """Have all the rest say what `keys` says."""
+        self.slot_of = {int(self.keys[slot]): int(slot) for slot in np.flatnonzero(self.keys >= 0)}
+        self.free = [int(slot) for slot in np.flatnonzero(self.keys < 0)[::-1]]
+        self.passing = {slot: None for slot in self.passing if self.keys[slot] >= 0}
+        self.pinned = {slot for key, slot in self.slot_of.items() if key in pinned}
+
     def held(self, stays: Iterable[int]) -> set[int]:
         """Slots that may not be taken: those of these keys, and of pinned ones."""
         return {slot for key in stays if (slot := self.slot_of.get(key)) is not None} | self.pinned
@@ -99,8 +106,8 @@ class _State:
 class Residents:
     """The slots of a budget, and the experts in them.
 
-    Not safe for threads: one visit after the other, in execution order. The experts of a visit are no victims of it
-    unless it needs more slots than there are.
+    Not safe for threads: one visit after the other, in execution order. What Ctrl-C leaves half done the next call puts
+    right. The experts of a visit are no victims of it unless it needs more slots than there are.
 
     A visit in decoding (`last` is None) keeps all that it reads. A visit of a prompt keeps the experts of its last
     tokens and, in empty slots, its largest groups, as far as its layer's even share of them goes; the others pass
@@ -139,6 +146,7 @@ class Residents:
         self._early: set[int] = set()
         self._coming: set[int] = set()
         self._visited: tuple[int, frozenset[int]] = (-1, frozenset())
+        self._changing = False
         self._check_pinned()
 
     @property
@@ -179,6 +187,7 @@ class Residents:
         """
         visit = Visit(layer, experts, last)
         check_visit("memory", self.layers, visit)
+        self._begin()
         base, state = self._first[layer], self._states[self.pool_of[layer]]
         need = [base + expert for expert in sorted(experts, key=lambda e: (-experts[e], e))]
         hits = [key for key in need if key in state.slot_of]
@@ -195,7 +204,7 @@ class Residents:
             waves = [self._wave(layer, hits), self._load(layer, misses, self._take(layer, len(misses), stays))]
         else:
             waves = self._stream(visit, hits, misses, stays)
-        assert self.bytes_used <= self.budget
+        self._end()
         return tuple(wave for wave in waves if wave.experts)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -212,6 +221,7 @@ class Residents:
             InvalidInputError: another layer or other experts than there are.
         """
         check_visit("memory", self.layers, Visit(layer, dict.fromkeys(experts, 1)))
+        self._begin()
         base, state = self._first[layer], self._states[self.pool_of[layer]]
         wanted = [base + expert for expert in dict.fromkeys(experts) if base + expert not in state.slot_of]
         stays = self._visited[1] | self._coming | {base + expert for expert in experts}
@@ -226,7 +236,7 @@ class Residents:
         counts = self.decode[layer]
         counts.early += len(keys)
         counts.read_bytes += len(keys) * state.pool.expert_bytes
-        assert self.bytes_used <= self.budget
+        self._end()
         return loads
 
     def arrived(self, layer: int, expert: int) -> None:
@@ -235,12 +245,28 @@ class Residents:
 
     def forget(self, layer: int, experts: Iterable[int]) -> None:
         """Experts are not where they were to be: their read failed, or was dropped. Their slots are empty."""
+        self._begin()
         state = self._states[self.pool_of[layer]]
         for expert in experts:
             slot = self.slot_of(layer, expert)
             if slot is not None:
                 self._evict(state, slot)
                 state.free.append(slot)
+        self._end()
+
+    def _begin(self) -> None:
+        """Slots change from here to `_end`; what a Ctrl-C left half done is put right first."""
+        if self._changing:
+            for state in self._states:
+                state.put_right(self._ranking.pinned)
+            held = [key for state in self._states for key in state.slot_of]
+            self._early.intersection_update(held)
+            self._coming.intersection_update(held)
+        self._changing = True
+
+    def _end(self) -> None:
+        assert self.bytes_used <= self.budget
+        self._changing = False
 
     def _take(self, layer: int, count: int, stays: frozenset[int]) -> list[int]:
         """So many slots of a layer's pool, empty now: free ones, those that experts passed through, the policy's."""

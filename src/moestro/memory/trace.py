@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +38,7 @@ ROUTE_COLUMNS = ("turn", "phase", "step", "layer", "expert")
 """Of BigMoeOnEdge's route traces: in phase 0 of a turn a step is a token of its prompt, in phase 1 a forward."""
 MAX_BYTES = 2**32
 MAX_EXPERTS = 2**20
+"""Of a layer, and of all layers together: a replay keeps numbers of each."""
 _OPERATION = "read_trace"
 
 
@@ -61,6 +64,8 @@ class Trace:
         widths = np.array([layer.top_k for layer in self.layers], np.int64)
         if not self.layers or len(self.at) != len(self.tokens) or not _within(self.at, 0, len(self.layers)):
             raise _no_trace(None, "visits of other layers than it names")
+        if (count := sum(layer.experts for layer in self.layers)) > MAX_EXPERTS:
+            raise _no_trace(None, f"{count:,} experts in {len(self.layers)} layers")
         if (self.tokens < 1).any() or int((widths[self.at] * self.tokens).sum()) != len(self.ids):
             raise _no_trace(None, "visits of other sizes than its ids have")
         experts = np.array([layer.experts for layer in self.layers])
@@ -199,6 +204,7 @@ def read_trace(path: str | Path, expert_bytes: int | None = None, experts: int |
 _DAMAGE = (
     OSError,
     EOFError,
+    MemoryError,  # of a header that claims a shape that no memory holds
     ValueError,
     KeyError,
     TypeError,
@@ -213,6 +219,9 @@ _DAMAGE = (
 def _arrays(path: Path) -> dict[str, Any]:
     """The file's arrays, each read whole first, so that its checksum is compared before it is parsed."""
     found = {}
+    with path.open("rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise _no_trace(None, "no ordinary file")  # a device or a pipe may have no end
     with ZipFile(path) as file:
         for name in FIELDS:
             member = file.getinfo(f"{name}.npy")

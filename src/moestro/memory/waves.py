@@ -58,11 +58,12 @@ def run(x: Tensor, routing: Routing, weights: MemoryWeights, strategy: str = "au
 
     Raises:
         InvalidInputError: a file that is not what it was when the model was loaded.
-        UnsupportedError: a tensor that requires a gradient, a graph that is traced, another device than the CPU, or an
-            implementation or strategy that reads every expert where it is stored.
+        UnsupportedError: a tensor that requires a gradient, a graph that is traced, another device than the CPU, a
+            process that was forked, or an implementation or strategy that reads every expert where it is stored.
     """
     assert weights.layer is not None
     _check(x, routing, weights)
+    weights.layer.memory.reader.check_process()  # before the lock, which another thread of its parent may have had
     with torch.no_grad(), weights.layer.memory.lock:
         prepared = dispatch.prepare(EXPERT_MLP, x, routing, weights, strategy)
         _check_prepared(prepared)
