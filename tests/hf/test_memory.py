@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import moestro
 from hf.checkpoints import FAMILIES, logits
-from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
+from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.formats import FORMATS
 from moestro.hf import MoestroConfig, served
 from moestro.hf.memory import expert_memory, hits_line, memory_line
@@ -264,8 +264,6 @@ def test_what_cannot_be_done_within_a_budget(made, tmp_path):
         for forced in ({"implementation": "reference"}, {"strategy": "all_experts"}):
             with moestro.use(**forced), pytest.raises(UnsupportedError, match="routed to"):
                 model(FOUR)
-        with pytest.raises((MoestroError, torch._dynamo.exc.TorchDynamoException), match="memory budget"):
-            torch.compile(model, fullgraph=True)(FOUR)
     whole = moestro.load(folder)
     assert torch.equal(logits(model), logits(whole))
     model.save_pretrained(tmp_path / "saved")

@@ -18,7 +18,9 @@ from moestro.checkpoint import Checkpoint
 from moestro.errors import MoestroError, unsupported
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.residency import Residency
+from moestro.memory import library
 from moestro.memory.experts import LayerMemory
+from moestro.memory.library import TracedWeights
 from moestro.memory.waves import MemoryWeights
 from moestro.types import Activation, InputFormat
 from moestro.weights import ExpertWeights, check_input_format
@@ -167,6 +169,7 @@ class ExpertStore(nn.Module):
         self.stored, self.mapped = stored, mapped
         self.residency: Residency | None = None
         self.memory: LayerMemory | None = None
+        self._handle: Tensor | None = None
         self.warns = self.cut = False
         self.input_format: InputFormat = "float"
         self.tensors = {name: tensors[name] for recipe in stored.recipes for name in recipe.names}
@@ -189,16 +192,21 @@ class ExpertStore(nn.Module):
         check_input_format(input_format, (self.gate_up.format, self.down.format), operation)
         self.input_format, self._weights = input_format, None
 
-    def weights(self, holder: Any) -> ExpertWeights:
+    def keep_within(self, memory: LayerMemory) -> None:
+        """Leave the experts in their files, and have those of a budget's slots from here."""
+        self.memory, self._handle = memory, library.register(self)
+
+    def weights(self, holder: Any) -> ExpertWeights | TracedWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
-        if self.memory is not None:
-            if torch.compiler.is_compiling():
-                raise self._not_within_memory("torch.compile", "a model whose experts are mapped, or in memory")
-        elif self.residency is not None and self.mapped and not torch.compiler.is_compiling():
+        if self.residency is not None and self.mapped and self.memory is None and not torch.compiler.is_compiling():
             self.residency.turn_to(self.tensors)
         projections, known = self.stored.projections, self._weights
         first, second = (getattr(holder, f"{projection.name}_bias", None) for projection in projections.both)
         norm = getattr(holder, "post_expert_norm", None)
+        if self._handle is not None and torch.compiler.is_compiling():
+            if norm is not None:
+                raise self._not_within_memory("torch.compile", "no output_norm, which is code that a graph cannot hold")
+            return TracedWeights(self._handle, self.gate_up.format, first, second)
         if (
             known is None
             or known.gate_up_bias is not first
@@ -208,6 +216,21 @@ class ExpertStore(nn.Module):
             stored = (self.gate_up, self.down, first, second)
             known = ExpertWeights(*stored, projections.activation, norm, self.input_format)
             self._weights = known = known if self.memory is None else MemoryWeights.of(known, self.memory)
+        return known
+
+    def weights_with(self, gate_up_bias: Tensor | None, down_bias: Tensor | None) -> MemoryWeights:
+        """The experts within a budget, with these biases: what a node of a compiled graph computes with."""
+        known = self._weights
+        if (
+            isinstance(known, MemoryWeights)
+            and _is_same(known.gate_up_bias, gate_up_bias)
+            and _is_same(known.down_bias, down_bias)
+        ):
+            return known
+        assert self.memory is not None  # a handle is of nothing else
+        stored = self.gate_up, self.down, gate_up_bias, down_bias
+        made = ExpertWeights(*stored, self.stored.projections.activation, None, self.input_format)
+        self._weights = known = MemoryWeights.of(made, self.memory)
         return known
 
     def _not_within_memory(self, operation: str, needs: str) -> MoestroError:
@@ -294,6 +317,18 @@ class ExpertStore(nn.Module):
         return f"num_experts={e}, hidden_size={k}, {self.layout}"
 
 
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both are nothing, or the same numbers in memory."""
+    if one is None or other is None or one is other:
+        return one is other
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
 def find_in_state(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Load hook of a model: hand each store the tensors that stand under the checkpoint's names."""
     for path, module in model.named_modules():
@@ -303,7 +338,7 @@ def find_in_state(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
                     state_dict[f"{prefix}{path}.{name}"] = state_dict.pop(prefix + name)
 
 
-def stored_weights(holder: nn.Module) -> ExpertWeights | None:
+def stored_weights(holder: nn.Module) -> ExpertWeights | TracedWeights | None:
     """The experts of a module that keeps them as a checkpoint stores them; None if they are its parameters."""
     store = holder._modules.get(STORE)
     return store.weights(holder) if isinstance(store, ExpertStore) else None

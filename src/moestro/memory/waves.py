@@ -58,11 +58,11 @@ def run(x: Tensor, routing: Routing, weights: MemoryWeights, strategy: str = "au
 
     Raises:
         InvalidInputError: a file that is not what it was when the model was loaded.
-        UnsupportedError: a tensor that requires a gradient, a graph that is traced, another device than the CPU, or an
-            implementation or strategy that reads every expert where it is stored.
+        UnsupportedError: a tensor that requires a gradient, another device than the CPU, or an implementation or
+            strategy that reads every expert where it is stored.
     """
     assert weights.layer is not None
-    _check(x, routing, weights)
+    check_rows(x, routing, weights)
     with torch.no_grad(), weights.layer.memory.lock:
         prepared = dispatch.prepare(EXPERT_MLP, x, routing, weights, strategy)
         _check_prepared(prepared)
@@ -176,7 +176,8 @@ def renamed(routing: Routing, wave: Wave, num_experts: int) -> Routing:
     return Routing.unchecked(named, routing.routing_weights, routing.weight_on)
 
 
-def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+def check_rows(x: Tensor, routing: Routing, weights: Any) -> None:
+    """Refuse rows on another device, and a gradient of them, of the routing weights or of the biases of `weights`."""
     if not x.is_cpu:
         raise _refused(f"rows on {x.device.type}", "rows on the CPU", "Leave the model on the CPU.")
     if torch.is_grad_enabled():
