@@ -157,6 +157,7 @@ def test_from_pretrained(made):
     assert_same(model, steps(moestro.load(folder)), "from_pretrained")
     assert expert_memory(model).budget == config.memory
     assert "memory" not in config.to_dict()
+    assert MoestroConfig() == MoestroConfig() != MoestroConfig(memory=config.memory) != MoestroConfig("mxfp4")
 
 
 def test_a_live_run_hits_as_its_own_replay(made):
