@@ -42,6 +42,7 @@ def serve(
     format: options.Format = None,
     input_format: options.InputFormat = "float",
     projections: options.Projections = False,
+    memory: options.Memory = None,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell each request on stderr.")] = False,
@@ -53,8 +54,7 @@ def serve(
     """
     with refusals():
         _check_installed()
-        from moestro.hf import MoestroConfig
-        from moestro.hf.text_model import load_text_model, quiet_transformers
+        from moestro.hf.text_model import quiet_transformers
         from moestro.serve.engine import Engine
         from moestro.serve.metrics import Loads, Metrics
         from moestro.serve.server import Server, listen
@@ -66,9 +66,8 @@ def serve(
         prefix_bytes = parse_bytes(OPERATION, "--prefix-memory", prefix_memory)
         kv_bytes = None if kv_memory is None else parse_bytes(OPERATION, "--kv-memory", kv_memory)
         with listen(host, port) as address:
-            with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
-                how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
-                text_model = load_text_model(model, dtype, device, strategy, None, how)
+            how = {"input_format": input_format, "projections": projections, "memory": memory}
+            text_model = _load(model, (dtype, device, strategy), format, how)
             loads = Loads(text_model.model.get_submodule(layer.path) for layer in text_model.served)
             with quiet_transformers(), loads.watched():
                 engine = Engine(text_model, batch, max_waiting, prefix_bytes, kv_bytes)
@@ -81,6 +80,24 @@ def serve(
         if server.force_exit:
             raise typer.Exit(1)  # the engine's thread ends with the process
         service.close()
+        _say_reads(text_model)
+
+
+def _load(model: str | None, place: tuple[str, str, str], format: str | None, options: dict[str, Any]) -> TextModel:
+    """The model; `place` is dtype, device and strategy, and `options` are others of `MoestroConfig`."""
+    from moestro.hf import MoestroConfig
+    from moestro.hf.text_model import load_text_model, quiet_transformers
+
+    with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
+        return load_text_model(model, *place, None, MoestroConfig(format, **options))
+
+
+def _say_reads(text_model: TextModel) -> None:
+    """What was read of experts, where they are within a budget."""
+    from moestro.hf.memory import hits_line
+
+    if (line := hits_line(text_model.model)) is not None:
+        typer.secho(line, err=True, dim=True)
 
 
 def _check_installed() -> None:
@@ -128,7 +145,9 @@ def _name(text_model: TextModel) -> str:
 
 
 def _said(service: Service, address: Any, keys: list[str]) -> list[str]:
-    """Where it listens, what it serves by what, and how to ask it."""
+    """Where it listens, what it serves by what, how to ask it, and what a memory budget holds."""
+    from moestro.hf.memory import memory_line
+
     host, port = address[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     served, dtype = service.text_model.served, str(service.text_model.model.dtype).removeprefix("torch.")
@@ -140,6 +159,8 @@ def _said(service: Service, address: Any, keys: list[str]) -> list[str]:
         f"curl {url}/v1/completions{header} -H 'Content-Type: application/json' "
         """-d '{"prompt": "def fibonacci(n):", "max_tokens": 32}'""",
     ]
+    if (held := memory_line(service.text_model.model)) is not None:
+        lines.append(held)
     if service.engine.reused is not None:
         lines.append(f"No prompt reuses what an earlier one began with: that needs {service.engine.reused}.")
     if not keys and host not in ("127.0.0.1", "::1"):
