@@ -148,8 +148,27 @@ def test_gradients_are_refused_while_a_graph_is_made(made):
     args, layer = given(model, PROMPT)[0], layers_of(model)[0]
     with pytest.raises(UnsupportedError, match=r"torch\.no_grad"):
         torch.compile(layer, backend="eager")(*args)
+    with torch.no_grad():
+        for fullgraph in (False, True):  # PyTorch does not look at the layer's outermost function again
+            assert torch.equal(torch.compile(layer, fullgraph=fullgraph, backend="eager")(*args), layer(*args))
     layer.requires_grad_(False)
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(*args), layer(*args))
+
+
+def test_an_output_norm_stays_out_of_graphs(made):
+    """Where there may be eager code between them it runs there; without it, what was compiled has none."""
+    folder = made.folder("gpt-oss-20b")
+    whole, model = moestro.load(folder), least(folder)
+    args, right, layer = given(whole, PROMPT)[0], layers_of(whole)[0], layers_of(model)[0]
+    right.post_expert_norm = layer.post_expert_norm = torch.nn.Softmax(-1)
+    with torch.no_grad():
+        with pytest.raises(DYNAMO, match="output_norm"):
+            torch.compile(layer, fullgraph=True, backend="eager")(*args)
+        counter = CompileCounterWithBackend("eager")
+        assert torch.equal(torch.compile(layer, backend=counter)(*args), right(*args))
+        assert counter.frame_count <= 1, "what runs in eager code is left to Python"
+        del right.post_expert_norm, layer.post_expert_norm
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(*args), right(*args))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -21,7 +21,7 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.store import Projection, Projections, stored_weights
-from moestro.memory import library, waves
+from moestro.memory import library
 from moestro.memory.library import TracedWeights
 from moestro.memory.waves import MemoryWeights
 from moestro.moe import Dispatcher
@@ -255,10 +255,8 @@ def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights | T
     form = weights.format if isinstance(weights, TracedWeights) else weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
         rows = rows.to(torch.promote_types(rows.dtype, form.storage))
-    if isinstance(weights, TracedWeights):
-        y = library.traced(rows, routing, weights, strategy)
-    elif isinstance(weights, MemoryWeights):
-        y = waves.run(rows, routing, weights, strategy)
+    if isinstance(weights, MemoryWeights | TracedWeights):
+        y = library.call(rows, routing, weights, strategy)
     elif isinstance(strategy, Spread):
         y = strategy.run(rows, routing, weights)
     else:

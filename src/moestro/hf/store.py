@@ -23,7 +23,7 @@ from moestro.memory.experts import LayerMemory
 from moestro.memory.library import TracedWeights
 from moestro.memory.waves import MemoryWeights
 from moestro.types import Activation, InputFormat
-from moestro.weights import ExpertWeights, check_input_format
+from moestro.weights import ExpertWeights, OutputNorm, check_input_format
 
 STORE = "moestro_store"
 """The name of the sub-module that holds a layer's stored experts."""
@@ -198,40 +198,42 @@ class ExpertStore(nn.Module):
 
     def weights(self, holder: Any) -> ExpertWeights | TracedWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
-        if self.residency is not None and self.mapped and self.memory is None and not torch.compiler.is_compiling():
-            self.residency.turn_to(self.tensors)
-        projections, known = self.stored.projections, self._weights
-        first, second = (getattr(holder, f"{projection.name}_bias", None) for projection in projections.both)
+        compiling = torch.compiler.is_compiling()
+        first, second = (getattr(holder, f"{each.name}_bias", None) for each in self.stored.projections.both)
         norm = getattr(holder, "post_expert_norm", None)
-        if self._handle is not None and torch.compiler.is_compiling():
-            if norm is not None:
-                raise self._not_within_memory("torch.compile", "no output_norm, which is code that a graph cannot hold")
-            return TracedWeights(self._handle, self.gate_up.format, first, second)
+        if self._handle is not None:
+            if compiling:
+                return TracedWeights(self._handle, self.gate_up.format, first, second, norm)
+            return self.weights_with(first, second, norm)
+        if self.residency is not None and self.mapped and not compiling:
+            self.residency.turn_to(self.tensors)
+        known = self._weights
         if (
             known is None
             or known.gate_up_bias is not first
             or known.down_bias is not second
             or known.output_norm is not norm
         ):
-            stored = (self.gate_up, self.down, first, second)
-            known = ExpertWeights(*stored, projections.activation, norm, self.input_format)
-            self._weights = known = known if self.memory is None else MemoryWeights.of(known, self.memory)
+            self._weights = known = self._made(first, second, norm)
         return known
 
-    def weights_with(self, gate_up_bias: Tensor | None, down_bias: Tensor | None) -> MemoryWeights:
-        """The experts within a budget, with these biases: what a node of a compiled graph computes with."""
+    def weights_with(self, first: Tensor | None, second: Tensor | None, norm: OutputNorm | None) -> MemoryWeights:
+        """The experts within a budget, with these biases of gate_up and of down and this norm."""
         known = self._weights
         if (
-            isinstance(known, MemoryWeights)
-            and _is_same(known.gate_up_bias, gate_up_bias)
-            and _is_same(known.down_bias, down_bias)
+            not isinstance(known, MemoryWeights)
+            or known.output_norm is not norm
+            or not _is_same(known.gate_up_bias, first)
+            or not _is_same(known.down_bias, second)
         ):
-            return known
-        assert self.memory is not None  # a handle is of nothing else
-        stored = self.gate_up, self.down, gate_up_bias, down_bias
-        made = ExpertWeights(*stored, self.stored.projections.activation, None, self.input_format)
-        self._weights = known = MemoryWeights.of(made, self.memory)
+            assert self.memory is not None  # others are not asked
+            made = self._made(first, second, norm)
+            self._weights = known = MemoryWeights.of(made, self.memory, self._handle)
         return known
+
+    def _made(self, first: Tensor | None, second: Tensor | None, norm: OutputNorm | None) -> ExpertWeights:
+        stored = self.gate_up, self.down, first, second
+        return ExpertWeights(*stored, self.stored.projections.activation, norm, self.input_format)
 
     def _not_within_memory(self, operation: str, needs: str) -> MoestroError:
         fix = "Load the model without memory=."

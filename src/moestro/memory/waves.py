@@ -38,14 +38,16 @@ class MemoryWeights(ExpertWeights):
 
     Attributes:
         layer: the layer's part of the model's memory.
+        handle: by which a graph finds them, if one can; see `moestro.memory.library`.
     """
 
     layer: LayerMemory | None = None
+    handle: Tensor | None = None
 
     @classmethod
-    def of(cls, weights: ExpertWeights, layer: LayerMemory) -> MemoryWeights:
+    def of(cls, weights: ExpertWeights, layer: LayerMemory, handle: Tensor | None = None) -> MemoryWeights:
         """The same experts, of this layer."""
-        return cls(**{**vars(weights), "layer": layer})
+        return cls(**{**vars(weights), "layer": layer, "handle": handle})
 
     @property
     def note(self) -> str:
