@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py FOLDER [BUDGET ...]
 
-Each budget is a process of its own: "mapped", or a size as `moestro.load(memory=...)` takes it. A prompt of 64 random
+Each budget is a process of its own: "mapped", or a size as `moestro.load(memory=...)` takes it. A prompt of 512 random
 tokens, then 24 greedy ones, of which the last 18 are timed. All of a folder's budgets must give the same tokens.
 """
 
@@ -21,7 +21,7 @@ from transformers.utils import logging
 import moestro
 from moestro.hf.memory import expert_memory, memory_line
 
-PROMPT, NEW, UNTIMED = 64, 24, 6
+PROMPT, NEW, UNTIMED = 512, 24, 6
 
 
 def measure(folder: str, budget: str) -> dict[str, Any]:

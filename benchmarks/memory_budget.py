@@ -36,14 +36,16 @@ import serving
 from moestro import machine
 from moestro.bench.measure import versions
 from moestro.bench.report import machine_line
+from moestro.memory.prefetch import BLOCK, BLOCKS
 from moestro.memory.reader import Reader, Run
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "once upon a time"
+LONG = PROMPT * 40
+"""Long enough that it asks for nearly every expert, so that what follows finds them in memory."""
 SLACK = 1_200_000_000
 """Bytes that a process takes beside weights and slots: PyTorch, Transformers, workspace."""
 PATIENCE = 900
-BLOCK = 4 << 20
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Case:
         rate: tokens a second, prompts not counted.
         hit_rate: of generation; None without a budget.
         read: bytes that a token of generation read from files, those of the prompt left out.
+        gain: with prefetching, the time of a step without it over that with it, as the run itself compared them.
+        recall: with prefetching, the share of experts that were predicted.
         free: bytes that were available before the run.
     """
 
@@ -61,6 +65,8 @@ class Case:
     rate: float | None = None
     hit_rate: float | None = None
     read: float | None = None
+    gain: float | None = None
+    recall: float | None = None
     free: int | None = None
     text: str | None = None
     reason: str | None = None
@@ -132,27 +138,28 @@ def disk_rate(folder: Path, expert_bytes: int) -> float:
     return median(rates)
 
 
-def by_moestro(name: str, folder: Path, tokens: int, memory: str | None) -> Case:
+def by_moestro(name: str, folder: Path, tokens: int, *options: str, prompt: str = PROMPT) -> Case:
     """`moestro generate`; with a budget once more for a single token, whose lookups are the prompt's."""
     found = Case(name, free=available())
     try:
-        said = generated(folder, tokens, memory)
+        said = generated(folder, tokens, *options, prompt=prompt)
         found.rate, found.text = said["tokens_per_second"]["generated"], said["text"]
-        if memory is not None:
-            all_of_it, first = said["memory"]["decode"], generated(folder, 1, memory)["memory"]["decode"]
+        if (memory := said["memory"]) is not None:
+            all_of_it = memory["decode"]
+            first = generated(folder, 1, *options, prompt=prompt)["memory"]["decode"]
             lookups, hits, read = (all_of_it[key] - first[key] for key in ("lookups", "hits", "read_bytes"))
             found.hit_rate, found.read = hits / lookups, read / (tokens - 1)
+            if (ahead := memory["prefetch"]) is not None:
+                found.gain, found.recall = ahead["gain"], ahead["recall"]
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         found.reason = str(error)
     return found
 
 
-def generated(folder: Path, tokens: int, memory: str | None) -> dict[str, Any]:
+def generated(folder: Path, tokens: int, *options: str, prompt: str = PROMPT) -> dict[str, Any]:
     """What `moestro generate --json` says."""
-    options = ["--model", str(folder), "--no-do-sample", "--max-new-tokens", str(tokens), "--json"]
-    if memory is not None:
-        options += ["--memory", memory]
-    command = [sys.executable, "-m", "moestro", "generate", PROMPT, *options]
+    fixed = ["--model", str(folder), "--no-do-sample", "--max-new-tokens", str(tokens), "--json"]
+    command = [sys.executable, "-m", "moestro", "generate", prompt, *fixed, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
@@ -189,7 +196,7 @@ def by_llama(name: str, arguments: argparse.Namespace, tokens: int) -> Case:
 def plan(folder: Path) -> dict[str, Any]:
     """What the model's experts take, by a run of a token that has memory for all."""
     whole = str(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-    return dict(generated(folder, 1, whole)["memory"])
+    return dict(generated(folder, 1, "--memory", whole)["memory"])
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -208,16 +215,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     whole = str(sizes["expert_bytes"])
     for _ in range(arguments.rounds):
-        keep(by_moestro("all in memory: mapped files", folder, 4 * tokens, None))
-        keep(by_moestro("all in memory: a budget of all", folder, 4 * tokens, whole))
+        keep(by_moestro("all in memory: mapped files", folder, 4 * tokens, prompt=LONG))
+        keep(by_moestro("all in memory: a budget of all", folder, 4 * tokens, "--memory", whole, prompt=LONG))
     for name, budget in (("half", sizes["expert_bytes"] // 2), ("least", sizes["least_bytes"])):
         ballast = available() - rest - budget - SLACK
         for _ in range(arguments.rounds):
             with taken(ballast):
-                keep(by_moestro(f"{name}: a budget", folder, 2 * tokens, str(budget)))
+                keep(by_moestro(f"{name}: a budget", folder, 2 * tokens, "--memory", str(budget)))
                 rates.append(disk_rate(folder, an_expert))
+            if name == "half":
+                with taken(ballast):
+                    ahead = ("--memory", str(budget), "--prefetch")
+                    keep(by_moestro("half: a budget, reading ahead", folder, 1 + BLOCK * BLOCKS, *ahead))
             with taken(ballast):
-                keep(by_moestro(f"{name}: mapped files", folder, tokens, None))
+                keep(by_moestro(f"{name}: mapped files", folder, tokens))
             if arguments.llama_server:
                 with taken(ballast):
                     keep(by_llama(f"{name}: llama-server", arguments, tokens))
@@ -235,13 +246,13 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"The disk reads {found['disk'] / 1e9:.2f} GB/s. Experts: {every:.1f} GB, those of a token {token:.2f} GB.",
         "",
-        "| | tokens/s | hits | read a token, GB | of the bound | same text |",
-        "|---|---:|---:|---:|---:|---|",
+        "| | tokens/s | hits | read a token, GB | of the bound | same text | reading ahead |",
+        "|---|---:|---:|---:|---:|---|---|",
     ]
     for name, runs in by_name.items():
         rates = [case.rate for case in runs if case.rate]
         if not rates:
-            lines.append(f"| {name} | {runs[0].reason} | | | | |")
+            lines.append(f"| {name} | {runs[0].reason} | | | | | |")
             continue
         rate, hits, read, bound, same = median(rates), "", "", "", ""
         if runs[0].hit_rate is not None:
@@ -249,9 +260,14 @@ def table(found: dict[str, Any]) -> str:
             hits, read = f"{median(case.hit_rate for case in runs):.1%}", f"{mean / 1e9:.2f}"
             bound = f"{rate * max(mean / found['disk'], 1 / base):.0%}"
         if runs[0].text is not None:
-            shorter = [(case.text, first[0].text) for case in runs]
-            same = "yes" if all(one[: len(other)] == other[: len(one)] for one, other in shorter) else "no"
-        lines.append(f"| {name} | {rate:.2f} | {hits} | {read} | {bound} | {same} |")
+            kind = name.startswith("all in memory")  # which has another prompt
+            other = next(case.text for case in found["rows"] if case.text and case.name.startswith("all") == kind)
+            same = "yes" if all(c.text[: len(other)] == other[: len(c.text)] for c in runs if c.text) else "no"
+        ahead = ""
+        if runs[0].gain is not None:
+            gain, recall = (median(getattr(case, key) for case in runs) for key in ("gain", "recall"))
+            ahead = f"{gain:.2f}x a step, recall {recall:.0%}"
+        lines.append(f"| {name} | {rate:.2f} | {hits} | {read} | {bound} | {same} | {ahead} |")
     return "\n".join(lines)
 
 

@@ -71,6 +71,7 @@ public:
         const char* outcome = kReadOutcomes[static_cast<int>(report.outcome)];
         return nb::make_tuple(outcome, report.error, report.file, report.offset);
     }
+    bool has_ended(uint64_t ticket) { return own().has_ended(ticket); }
     void hurry(uint64_t ticket) { own().hurry(ticket); }
     bool drop(uint64_t ticket) { return own().drop(ticket); }
     nb::dict counts() {
@@ -101,6 +102,7 @@ void bind_reads(nb::module_& m) {
         .def("is_direct", &ReadsHere::is_direct, "file"_a)
         .def("submit", &ReadsHere::submit, "runs"_a, "urgent"_a)
         .def("wait", &ReadsHere::wait, "ticket"_a)
+        .def("has_ended", &ReadsHere::has_ended, "ticket"_a)
         .def("hurry", &ReadsHere::hurry, "ticket"_a)
         .def("drop", &ReadsHere::drop, "ticket"_a)
         .def("counts", &ReadsHere::counts)

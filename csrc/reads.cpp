@@ -169,6 +169,12 @@ bool Reads::knows(uint64_t ticket) const {
     return tickets_.count(ticket) != 0;
 }
 
+bool Reads::has_ended(uint64_t ticket) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = tickets_.find(ticket);
+    return found == tickets_.end() || found->second->ended;
+}
+
 ReadCounts Reads::counts() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return counts_;

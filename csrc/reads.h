@@ -73,6 +73,8 @@ public:
     // False after so many milliseconds without an end; after an end the ticket is gone.
     bool wait(uint64_t ticket, int64_t milliseconds, ReadReport& report);
     bool knows(uint64_t ticket) const;
+    // Whether `wait` would not wait.
+    bool has_ended(uint64_t ticket) const;
     ReadCounts counts() const;
 
 private:

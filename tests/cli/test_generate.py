@@ -443,7 +443,10 @@ def test_within_a_memory_budget(model_folder: Path) -> None:
     found = as_json(*options, "--memory", "8KiB")
     assert found["memory"]["budget_bytes"] == 8192
     assert found["memory"]["decode"]["lookups"] > 0
+    assert found["memory"]["prefetch"] is None
+    assert as_json(*options, "--memory", "8KiB", "--prefetch")["memory"]["prefetch"]["layers"] == 1
     assert as_json(*options)["memory"] is None
+    refused(run(*options, "--prefetch"), "--prefetch without --memory")
 
 
 @pytest.mark.parametrize("memory", ["2kB", "much", "0"])

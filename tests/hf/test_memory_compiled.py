@@ -16,7 +16,7 @@ from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
 from moestro.hf import served
 from moestro.hf.experts import serve
 from moestro.hf.memory import expert_memory
-from moestro.memory import slots
+from moestro.memory import MemoryBudget, slots
 
 PROMPT = torch.arange(300).view(1, 300) * 7 % 60
 NODE = torch.ops.moestro.expert_mlp_within_memory
@@ -132,6 +132,16 @@ def test_biases_of_now(made):
             layer.down_proj_bias = torch.nn.Parameter(layer.down_proj_bias.detach() - 2)
     for each in (model, compiled, model):
         assert torch.equal(logits(each), logits(whole))
+
+
+def test_reading_ahead(made):
+    folder = made.folder("qwen3-30b-a3b")
+    whole, budget = moestro.load(folder), expert_memory(least(folder)).budget.nbytes
+    model = moestro.load(folder, memory=MemoryBudget(2 * budget, prefetch=True))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    for token in range(20):
+        ids = torch.tensor([[token], [token + 7]])
+        assert torch.equal(logits(compiled, ids), logits(whole, ids)), token
 
 
 def test_what_is_read_is_counted(made):

@@ -171,3 +171,43 @@ def other_sequence():
     assert Peers.of(range(2)) is cut.place.peers
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     return cut(x).shape
+
+
+@torch.no_grad()
+def other_dtype(what):
+    """Rank 1 has rows of another dtype than its neighbour, of as many tokens."""
+    if what == "flow":
+        _, layer, x, part = flow_of(Flow((1, 2)))
+        x = x[:, part]
+    else:
+        layer = SequenceParallel.of(whole_layer(Flow((1, 2, 1))), make_mesh(ep=2))
+        x = torch.zeros(64 if what == "shards" else 3, 64)
+    return layer(x.double() if dist.get_rank() == 1 else x).shape
+
+
+@torch.no_grad()
+def other_prompt():
+    """Rank 1 has another last token, of a prompt of as many."""
+    cut = SequenceParallel.of(whole_layer(Flow((1, 2, 1))), make_mesh(ep=2), name="layers.7")
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
+    x[-1] *= -1 if dist.get_rank() == 1 else 1
+    return cut(x).shape
+
+
+def sequence_backward(num_tokens):
+    cut = SequenceParallel.of(whole_layer(Flow((1, 2, 1))), make_mesh(ep=2))
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    cut(x).sum().backward()
+    return x.grad
+
+
+def other_shared():
+    """Rank 1 has no shared experts."""
+    case = Flow((1, 2, 1), shared=dist.get_rank() == 0)
+    return SequenceParallel.of(whole_layer(case), make_mesh(ep=2))
+
+
+def no_tensor(what):
+    if what == "flow":
+        return flow_of(Flow((1, 2)))[1](None)
+    return SequenceParallel.of(whole_layer(Flow((1, 2, 1))), make_mesh(ep=2))([1.0])

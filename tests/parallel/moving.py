@@ -7,13 +7,16 @@ import torch.distributed as dist
 
 import moestro
 from hf.checkpoints import IDS
+from moestro import MoE
 from moestro.parallel import (
     Balanced,
     Peers,
     Placement,
+    SequenceParallel,
     SlicedDispatcher,
     count_loads,
     move_experts,
+    parallelize,
     placements,
     rebalance,
 )
@@ -21,7 +24,7 @@ from moestro.parallel.mesh import make_mesh, ranks_along
 from moestro.parallel.simulate_traces import zipf_ids
 from moestro.tolerances import disagreement
 from moestro.types import Routing
-from parallel.cases import Layer, build, cut, joined, place_of
+from parallel.cases import FixedRouter, Layer, build, cut, joined, place_of
 from parallel.models import answer, quiet
 
 
@@ -135,6 +138,71 @@ def too_few_ranks():
     case = Layer((1, dist.get_world_size(), 1))
     mesh, layer = cut(case, build(case)[0])
     return move_experts(layer, mesh, {"": Placement.contiguous(8, 2)})
+
+
+@torch.no_grad()
+def counted_and_moved(rows):
+    """Experts move while loads are counted. How outputs differ inside and afterwards; counts; what is left around."""
+    torch.use_deterministic_algorithms(True)
+    case = Layer((1, dist.get_world_size(), 1), dispatcher="exact")
+    whole, batches, routings = build(case)
+    mesh, layer = cut(case, whole)
+    number, _ = place_of(case, mesh)
+    layer.router.routing = routings[number]
+    outputs, kind = [layer(batches[number])], type(layer.dispatcher)
+    with count_loads(layer) as outer:
+        layer(batches[number])
+        with count_loads(layer) as loads:
+            layer(batches[number])
+            move_experts(layer, mesh, {"": Placement(8, rows)})
+            outputs.append(layer(batches[number]))
+        outputs.append(layer(batches[number]))
+    outputs.append(layer(batches[number]))
+    counts = [int(each.counts[""].sum()) // routings[number].expert_ids.numel() for each in (outer, loads)]
+    return [torch.equal(outputs[0], y) for y in outputs], counts, type(layer.dispatcher) is kind
+
+
+def by_another_mesh():
+    """Cut over ranks 0 1 and 2 3, moved over 0 2 and 1 3."""
+    case = Layer((2, 2, 1))
+    _, layer = cut(case, build(case)[0])
+    return move_experts(layer, make_mesh(1, 2, 2), {"": Placement.contiguous(8, 2)})
+
+
+def stays():
+    """Whether a layer that has its placement already is left as it is; what is said to have moved."""
+    case = Layer((1, dist.get_world_size(), 1))
+    mesh, layer = cut(case, build(case)[0])
+    experts, dispatcher = layer.experts, layer.dispatcher
+    found = move_experts(layer, mesh, placements(layer))
+    return found, layer.experts is experts and layer.dispatcher is dispatcher
+
+
+def timeouts():
+    """Of the groups that count and move a layer with a timeout of its own."""
+    world = dist.get_world_size()
+    layer = parallelize(MoE(FixedRouter(8), build(Layer())[0]), make_mesh(ep=world), timeout=66.0)
+    found, made = set(), Peers.of.__func__
+    try:
+        Peers.of = classmethod(lambda cls, ranks, timeout=None: (found.add(timeout), made(cls, ranks, timeout))[1])
+        with count_loads(layer) as loads:
+            pass
+        rebalance(layer, make_mesh(ep=world, timeout=66.0), loads.total(make_mesh(ep=world, timeout=66.0)))
+    finally:
+        Peers.of = classmethod(made)
+    return found
+
+
+def of_other_modules(what):
+    """A flow or a sequence, which have placements of their own."""
+    from parallel import flows
+
+    if what == "flow":
+        module = flows.flow_of(flows.Flow((1, dist.get_world_size())))[1]
+    else:
+        module = SequenceParallel.of(flows.whole_layer(flows.Flow((1, 3, 1))), make_mesh(ep=dist.get_world_size()))
+    with count_loads(module):
+        return "no error"
 
 
 def nothing_cut():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import traceback
 from datetime import timedelta
@@ -58,6 +59,19 @@ class Ranks:
                 process.kill()
 
 
+def make_each_mesh_once():
+    """Threads of gloo poll as long as a group lives, and those of a mesh live as long as the process."""
+    import moestro.parallel.mesh
+
+    made = functools.cache(dist.init_device_mesh)
+
+    def kept(device, sizes, *, mesh_dim_names=None, **others):
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        return made(device, tuple(sizes), mesh_dim_names=names, **others)
+
+    dist.init_device_mesh = dist.device_mesh.init_device_mesh = moestro.parallel.mesh.init_device_mesh = kept
+
+
 def serve(rank, world, port, pipe, backend):
     """The life of a rank: run what comes through the pipe until None does."""
     torch.set_num_threads(1)
@@ -65,6 +79,7 @@ def serve(rank, world, port, pipe, backend):
     torch.utils.deterministic.fill_uninitialized_memory = True
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    make_each_mesh_once()
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_the_command_starts_its_own_processes(monkeypatch):
         (["--processes", "1"], "[bench parallel] got 1 processes; needs 2 to 64"),
         (["--threads", "0"], "0 threads"),
         (["--load", "heavy"], "[bench parallel] got load 'heavy'"),
-        (["--tokens", "0"], "tokens '0'"),
+        (["--tokens", "0"], "[bench parallel] got tokens '0'"),
     ],
 )
 def test_what_cannot_be(options, said):
@@ -111,6 +112,21 @@ class Gone:
 
 def test_a_process_that_ends_without_a_word():
     assert isinstance(ranks._received(1, Gone()), CollectiveError)
+
+
+def test_the_first_process_to_fail_is_named_while_others_wait():
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    pipes[2][1].send("a result")
+    pipes[1][1].close()  # as of a process that was killed; the first says nothing
+    (error,) = ranks._results([mine for mine, _ in pipes])
+    assert "got no result from rank 1, whose process has ended" in str(error)
+
+
+def test_results_come_in_the_order_of_ranks():
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    for rank in (2, 0, 1):
+        pipes[rank][1].send(rank)
+    assert ranks._results([mine for mine, _ in pipes]) == [0, 1, 2]
 
 
 def test_an_unknown_dtype_is_refused():

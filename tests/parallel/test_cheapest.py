@@ -51,6 +51,29 @@ def test_an_error_that_can_be_computed_by_hand():
     assert wire_error(torch.zeros(0, 4), "int8") == wire_error(torch.zeros(2, 4), "fp8-e4m3") == 0.0
 
 
+@pytest.mark.parametrize("wire_format", ["int8", "fp8-e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_numbers_stay_finite(wire_format, dtype):
+    largest = torch.finfo(dtype).max
+    rows = torch.tensor([[largest, -largest, 0.0]], dtype=dtype)
+    assert torch.equal(decode(encode(rows, wire_format), wire_format, dtype), rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wire_format", "got"),
+    [
+        (torch.zeros(2, 4), "int4", "wire_format='int4'"),
+        (torch.zeros(4), "int8", "rows [4] of torch.float32"),
+        (torch.zeros(2, 4, dtype=torch.int64), "int8", "rows [2, 4] of torch.int64"),
+    ],
+    ids=["format", "one row", "integers"],
+)
+def test_what_has_no_error(rows, wire_format, got):
+    with pytest.raises(InvalidInputError) as raised:
+        wire_error(rows, wire_format)
+    assert str(raised.value).startswith(f"[wire_error] got {got}")
+
+
 def test_gradients_pass(group):
     for finite, some in group(3).run(choosing.gradient_in_bits, Layer((1, 3, 1), 8, 2, 64, 48)):
         assert finite

@@ -8,7 +8,7 @@ import pytest
 
 from moestro.errors import InvalidInputError
 from moestro.parallel import Placement, make_mesh
-from parallel import cases
+from parallel import cases, failing
 from parallel.cases import Layer
 
 FOUR_PARTS = re.compile(r"\[(?P<operation>[^\]]+)\] got (?P<got>.+?); needs (?P<needs>.+?)\. (?P<fix>\S.+)", re.DOTALL)
@@ -140,6 +140,60 @@ def test_a_stalled_rank_is_named(fresh):
     assert "[all-to-all of rows] got " in late[0]
     again = fresh(3)  # the job is started anew
     assert [said for said, _ in again.run(cases.compare, Layer((1, 3, 1)))] == [None] * 3
+
+
+RANKS = {"move": 3, "flow": 4, "slices": 4, "prompt": 3, "step": 3}
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [*(("killed", what) for what in RANKS), *(("stalled", what) for what in ("move", "flow", "step"))]
+)
+def test_a_rank_that_goes_inside_a_move_a_flow_or_a_sequence(fresh, what, how):
+    """On a mesh one rank is neither in the row nor in the column of the one that is gone: it hears of it."""
+    found = fresh(RANKS[what]).run(failing.failing, what, how)
+    gone = found.pop(1)
+    assert gone == "dead" if how == "killed" else "CollectiveError" not in gone[0]
+    for rank, (said, took, again) in zip((0, 2, 3), found, strict=False):
+        if RANKS[what] == 4 and rank == 2:
+            heard = "rank [03] at all-to-all of [a-z ]+, layers.3 of ranks ([01], [13])"
+            named = heard if how == "stalled" else f"{heard}: no answer from rank 1"
+            assert re.search(named, parts(said)["got"]), said
+        else:
+            assert parts(said)["got"] == "no answer from rank 1", said
+        assert what == "move" or "layers.3" in parts(said)["operation"]
+        assert took < failing.LONG / 2
+        assert "a group that has failed before: " in again
+        assert what != "move" or "move_experts of the layer ended with CollectiveError" in again
+
+
+def test_a_rank_that_fails_alone_inside_a_move(fresh):
+    """The others have moved; the layer runs nowhere."""
+    first, failed, last = fresh(3).run(failing.without_room)
+    assert [first[0], failed[0], last[0]] == ["nothing", "no room", "nothing"]
+    for _, said in (first, last):
+        assert parts(said)["got"] == "rank 1 at move_experts of the layer ended with MemoryError: no room"
+    assert "failed before: move_experts of the layer ended with MemoryError: no room" in failed[1]
+
+
+def test_a_job_that_one_process_of_another_job_begins_again(fresh):
+    """It has made a group of the same ranks before, and the process beside it none."""
+    old, new, job = fresh(2), fresh(1), fresh(0)
+    assert [said for said, _ in old.run(cases.compare, Layer((1, 2, 1)))] == [None] * 2
+    for rank, ranks in enumerate((old, new)):
+        ranks.pipes[0].send((failing.begin_again, (job.store.port, rank, 2)))
+    assert [ranks.result(0) for ranks in (old, new)] == [2, 2]
+
+
+@pytest.mark.parametrize("copied", [1 << 20, 0])
+def test_digests_of_a_shared_batch(group, copied):
+    """Beside few bytes they need no collective of their own."""
+    for found, said in group(3).run(failing.other_slices, copied):
+        assert found.count("all-gather of digests") == (not copied)
+        assert said.startswith("[SlicedDispatcher] got different experts chosen for the same tokens"), said
+
+
+def test_a_gradient_beside_a_digest(group):
+    assert group(3).run(failing.gradient_of_slices) == [(True, (9, 4))] * 3
 
 
 def test_a_rank_that_never_comes(fresh):

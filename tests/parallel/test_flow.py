@@ -41,9 +41,9 @@ def test_kinds_of_batches(group, case):
 
 
 def test_bytes_along_a_row(group):
-    """Each rank sends its part of 5 or 9 tokens, and gets sums of as many."""
+    """Each rank sends its part of 5 or 9 tokens, and gets sums of as many; with them the digest, a row."""
     for rank, (_, _, sent) in enumerate(group(4).run(flows.flowing, Flow((2, 2)))):
-        assert [*sent.values()] == [2 * (5, 9)[rank // 2] * 32 * 4]
+        assert [*sent.values()] == [(2 * (5, 9)[rank // 2] + 1) * 32 * 4]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,8 @@ def test_a_sequence_that_all_ranks_have(group, mesh):
             assert mode == ("shards" if size >= 16 * ranks else "slices")
             if mode == "shards":
                 assert seen["router"] == seen["shared"] <= each
-                assert [*sent.values()] == [each * 3 * 8] * (ranks - 1)  # K = 3 slots, not E = 10 logits
+                # K = 3 slots, not E = 10 logits; and a row for the digest
+                assert [*sent.values()] == [(each + 1) * 3 * 8] * (ranks - 1)
             else:
                 assert seen == {"router": size, "shared": 0}
                 assert not any(sent.values())
@@ -138,3 +139,34 @@ def test_what_a_sequence_refuses(group, what, said):
 def test_ranks_with_other_tokens(fresh):
     for said in fresh(2).run(flows.other_sequence):
         assert said.startswith("CollectiveError: [SequenceParallel] got different experts chosen"), said
+
+
+@pytest.mark.parametrize("what", ["flow", "shards", "slices"])
+def test_ranks_with_rows_of_another_dtype(fresh, what):
+    for said in fresh(2).run(flows.other_dtype, what):
+        assert said.startswith(f"CollectiveError: [{'MeshFlow' if what == 'flow' else 'SequenceParallel'} with "), said
+        assert 'different dtype of tokens: "torch.float32" on rank 0, "torch.float64" on rank 1' in said
+
+
+def test_ranks_with_another_prompt(fresh):
+    for said in fresh(2).run(flows.other_prompt):
+        assert said.startswith("CollectiveError: [SequenceParallel, layers.7] got different experts chosen"), said
+
+
+@pytest.mark.parametrize("num_tokens", [3, 64])
+def test_a_sequence_does_not_train(group, num_tokens):
+    for said in group(2).run(flows.sequence_backward, num_tokens):
+        assert said.startswith("UnsupportedError: [SequenceParallel] got a backward pass"), said
+
+
+def test_ranks_with_other_shared_experts(group):
+    for said in group(2).run(flows.other_shared):
+        assert said.startswith("CollectiveError: [parallelize] got different shared experts of the layer: "), said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("flow", "[MeshFlow] got no value"), ("sequence", "[SequenceParallel] got a")]
+)
+def test_what_is_no_tensor(group, what, said):
+    for found in group(2).run(flows.no_tensor, what):
+        assert found.startswith(f"InvalidInputError: {said}"), found

@@ -65,6 +65,33 @@ def test_a_zipf_load_over_eight_processes(group):
         assert moves > 8
 
 
+def test_experts_that_move_while_they_are_counted(group):
+    for same, counts, bare in group(3).run(moving.counted_and_moved, SHIFTED):
+        assert all(same)
+        assert counts == [4, 2]
+        assert bare
+
+
+def test_another_mesh_with_as_many_ranks(group):
+    for said in group(4).run(moving.by_another_mesh):
+        assert said.startswith("InvalidInputError: [move_experts] got the layer, cut over 2 ranks, of which this"), said
+
+
+def test_what_has_its_placement_is_left_as_it_is(group):
+    assert group(3).run(moving.stays) == [({"": ()}, True)] * 3
+
+
+def test_a_move_takes_the_timeout_of_the_layer(group):
+    assert group(2).run(moving.timeouts) == [{66.0}] * 2
+
+
+@pytest.mark.parametrize("what", ["flow", "sequence"])
+def test_flows_and_sequences_are_neither_counted_nor_moved(group, what):
+    for said in group(2).run(moving.of_other_modules, what):
+        assert said.startswith("InvalidInputError: [count_loads] got "), said
+        assert "Experts of MeshFlow, of SequenceParallel" in said
+
+
 @pytest.mark.parametrize("name", ["disagreeing", "misnamed", "too_few_ranks", "nothing_cut"])
 def test_refusals(group, name):
     said = {

@@ -73,7 +73,7 @@ def test_it_is_killed_and_starts_again_and_ends() -> None:
 
 
 def test_experts_within_a_budget_are_told_of() -> None:
-    with process("--port", "0", "--memory", "2MB", "--verbose") as (running, endpoint, lines):
+    with process("--port", "0", "--memory", "2MB", "--prefetch", "--verbose") as (running, endpoint, lines):
         assert "experts bfloat16, read as needed" in lines
         line = r"experts in 2\.0 MB of .+: \d+ slots, policy expected, .+ beside the experts, "
         assert running.stdout is not None
@@ -126,6 +126,7 @@ def test_a_port_that_is_taken() -> None:
         ["--port", "0", "--format", "no-such"],
         ["--port", "0", "--memory", "much"],
         ["--port", "0", "--memory", "1kB"],
+        ["--port", "0", "--prefetch"],
         ["--port", "0", "--memory", "1GB", "--format", "mxfp4"],
         ["--port", "0", "--memory", "1GB", "--strategy", "all_experts"],
     ],

@@ -6,7 +6,9 @@ Every rank measures, rank 0 reports. The ranks are those of torchrun, or process
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
+import multiprocessing.connection
 import platform
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from moestro import machine
 from moestro.bench.layers import DENSE, LayerSpec, dtype_name, experts_that_fit, make_layer
@@ -184,7 +187,7 @@ def launch(plan: RankPlan, processes: int) -> RanksReport:
     Raises:
         InvalidInputError: fewer than 2 processes, or more than `MOST_PROCESSES`.
         CollectiveError: one of them ended without a result.
-        MoestroError: what a rank raises.
+        MoestroError: what a rank raises, the first that does.
     """
     if not 2 <= processes <= MOST_PROCESSES:
         raise invalid_input(
@@ -202,11 +205,13 @@ def launch(plan: RankPlan, processes: int) -> RanksReport:
         process.start()
         other.close()
         started.append((process, mine))
+    found: list[Any] = []
     try:
-        found = [_received(rank, pipe) for rank, (_, pipe) in enumerate(started)]
+        found = _results([mine for _, mine in started])
     finally:
+        until = time.monotonic() + (5 if len(found) == processes else 0)  # else others wait for one that is gone
         for process, _ in started:
-            process.join(5)
+            process.join(max(until - time.monotonic(), 0))
             if process.is_alive():
                 process.kill()
     error = next((each for each in found if isinstance(each, Exception)), None)
@@ -214,6 +219,19 @@ def launch(plan: RankPlan, processes: int) -> RanksReport:
         raise error
     report: RanksReport = found[0]
     return report
+
+
+def _results(pipes: list[Any]) -> list[Any]:
+    """What all ranks send, in their order; where one fails, its error alone, at once."""
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        for pipe in multiprocessing.connection.wait(list(left)):
+            rank = left[pipe]
+            found[rank] = _received(rank, pipe)
+            if isinstance(found[rank], Exception):
+                return [found[rank]]
+    return [found[rank] for rank in range(len(pipes))]
 
 
 def _received(rank: int, pipe: Any) -> Any:
@@ -406,7 +424,7 @@ class Point:
         """The pairs that this rank computes, and seconds of each stage of one call."""
         layer, x, clock = self.layer, self.batch.x[self.batch.own], time.perf_counter
         assert layer.dispatcher is not None
-        dist.barrier(self.peers.group)
+        self.peers.barrier(OPERATION)
         times = [clock()]
         routing = self.batch.routing(layer, True)
         times.append(clock())
@@ -430,7 +448,7 @@ class Point:
 
     def _alone(self) -> float:
         """Seconds of the whole layer on rank 0 while the others wait; 0 on those."""
-        dist.barrier(self.peers.group)
+        self.peers.barrier(OPERATION)
         seconds = 0.0
         if self.alone is not None:
             torch.set_num_threads(self.plan.threads * self.peers.size)
@@ -440,7 +458,7 @@ class Point:
                 seconds = time.perf_counter() - start
             torch.set_num_threads(self.plan.threads)
             time.sleep(ASLEEP)
-        dist.barrier(self.peers.group)
+        self.peers.barrier(OPERATION)
         return seconds
 
     def _least(self) -> list[list[int]]:
@@ -465,9 +483,10 @@ def _by_pair(peers: Peers, sent: dict[str, dict[int, int]], wanted: Callable[[st
 
 def _gathered(peers: Peers, value: Any) -> list[Any]:
     """What every rank says, in the order of ranks, as JSON keeps it."""
-    found: list[Any] = [None] * peers.size
-    dist.all_gather_object(found, value, group=peers.group)
-    return found
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = peers.all_gather(torch.tensor([len(data)]), "results", OPERATION).tolist()
+    rows = peers.all_gather(F.pad(data, (0, max(sizes) - len(data)))[None], "results", OPERATION)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _told(peers: Peers, value: Any) -> Any:

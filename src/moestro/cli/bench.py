@@ -69,7 +69,7 @@ def layer(
         check_targets("bench layer", plot, Path(json_path) if json_path not in (None, "-") else None)
         plan = Plan(
             layers=tuple(map(named, LAYERS if names == ["all"] else names)),
-            tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS)),
+            tokens=_counts(tokens or (QUICK_TOKENS if quick else TOKENS), "bench layer", TOKENS),
             dtypes=tuple(vars(torch).get(name, name) for name in _split(dtype)),
             ours=tuple(ours(strategy, format) for format in _split(formats) for strategy in _split(variant)),
             peers=tuple(named_peers(_split(peers))),
@@ -116,7 +116,7 @@ def parallel(
         check_targets("bench parallel", None, Path(json_path) if json_path not in (None, "-") else None)
         plan = RankPlan(
             spec=named(layer),
-            tokens=_counts(tokens),
+            tokens=_counts(tokens, "bench parallel", "512"),
             dispatchers=tuple(_split(dispatcher)),
             dtype=vars(torch).get(dtype, dtype),
             format=format,
@@ -156,11 +156,11 @@ def _split(*values: str) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def _counts(text: str, operation: str, default: str) -> tuple[int, ...]:
     parts = _split(text)
     if wrong := [part for part in parts if not part.isdecimal() or not int(part)]:
         got, needs = f"tokens {', '.join(map(repr, wrong))}", "whole numbers of at least 1"
-        raise invalid_input("bench layer", got=got, needs=needs, fix=f"Default: {TOKENS}.")
+        raise invalid_input(operation, got=got, needs=needs, fix=f"Default: {default}.")
     return tuple(map(int, parts))
 
 

@@ -15,6 +15,7 @@ from moestro.cli import options
 from moestro.cli.prompts import read_text
 from moestro.cli.refusal import refusals
 from moestro.cli.screen import note, read, show_all, view_of
+from moestro.cli.sizes import memory_budget
 from moestro.errors import MoestroError, invalid_input
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def chat(
     input_format: options.InputFormat = "float",
     projections: options.Projections = False,
     memory: options.Memory = None,
+    prefetch: options.Prefetch = False,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
 ) -> None:
@@ -65,7 +67,8 @@ def chat(
         sampling = Sampling(
             max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ())
         )
-        how = MoestroConfig(format, input_format=input_format, projections=projections, memory=memory)  # type: ignore[arg-type]
+        budget = memory_budget("chat", memory, prefetch)
+        how = MoestroConfig(format, input_format=input_format, projections=projections, memory=budget)  # type: ignore[arg-type]
         source = Source(model, template, system, (dtype, device, strategy), how)
         with quiet_transformers(progress=sys.stderr.isatty()):
             partner = endpoint(source, url, name, api_key, sampling) if url else local(source, name, api_key, sampling)

@@ -19,6 +19,7 @@ import moestro
 from moestro.cli import options
 from moestro.cli.prompts import NamedText, read_prompts
 from moestro.cli.refusal import check_targets, refusals
+from moestro.cli.sizes import memory_budget
 from moestro.errors import invalid_input
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def generate(
     input_format: options.InputFormat = "float",
     projections: options.Projections = False,
     memory: options.Memory = None,
+    prefetch: options.Prefetch = False,
     device: options.Device = "cpu",
     ep: Annotated[int, typer.Option(help="Under torchrun: ranks that the experts are spread over.")] = 1,
     tp: Annotated[int, typer.Option(help="Under torchrun: ranks that each expert is cut over.")] = 1,
@@ -78,7 +80,8 @@ def generate(
         requests = _requests([text.text for text in texts], sampling, system, chat)
         place, prints = _place(device, ep, tp, batch)
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
-            how = _how(format, input_format=input_format, projections=projections, memory=memory)
+            budget = memory_budget("generate", memory, prefetch)
+            how = _how(format, input_format=input_format, projections=projections, memory=budget)
             text_model = load_text_model(model, dtype, place, strategy, partial(_check_all, requests), how)
             for request in requests:
                 library.check(text_model, *request)

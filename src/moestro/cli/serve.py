@@ -10,12 +10,12 @@ import typer
 
 from moestro.cli import options
 from moestro.cli.refusal import refusals
-from moestro.cli.sizes import parse_bytes
+from moestro.cli.sizes import memory_budget, parse_bytes
 from moestro.errors import invalid_input, unsupported
 
 if TYPE_CHECKING:
     from moestro.hf.text_model import TextModel
-    from moestro.serve.service import Service
+    from moestro.serve.service import Limits, Service
 
 OPERATION = "serve"
 _LONGEST_GRACE = 86400
@@ -43,6 +43,7 @@ def serve(
     input_format: options.InputFormat = "float",
     projections: options.Projections = False,
     memory: options.Memory = None,
+    prefetch: options.Prefetch = False,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell each request on stderr.")] = False,
@@ -58,15 +59,15 @@ def serve(
         from moestro.serve.engine import Engine
         from moestro.serve.metrics import Loads, Metrics
         from moestro.serve.server import Server, listen
-        from moestro.serve.service import Limits, Service
+        from moestro.serve.service import Service
 
         keys = read_keys(api_key)
-        _check_grace(grace)
-        limits = Limits(parse_bytes(OPERATION, "--max-body", max_body), max_new_tokens=max_new_tokens, grace=grace)
+        limits = _limits(max_body, max_new_tokens, grace)
         prefix_bytes = parse_bytes(OPERATION, "--prefix-memory", prefix_memory)
         kv_bytes = None if kv_memory is None else parse_bytes(OPERATION, "--kv-memory", kv_memory)
         with listen(host, port) as address:
-            how = {"input_format": input_format, "projections": projections, "memory": memory}
+            budget = memory_budget(OPERATION, memory, prefetch)
+            how = {"input_format": input_format, "projections": projections, "memory": budget}
             text_model = _load(model, (dtype, device, strategy), format, how)
             loads = Loads(text_model.model.get_submodule(layer.path) for layer in text_model.served)
             with quiet_transformers(), loads.watched():
@@ -74,8 +75,7 @@ def serve(
                 service = Service(text_model, engine, name or _name(text_model), limits, Metrics(loads))
                 server = Server(service, keys, verbose)
                 address.listen()  # from here on clients are heard, and answered once the server runs
-                typer.echo("\n".join(_said(service, address.getsockname(), keys)))
-                sys.stdout.flush()
+                print("\n".join(_said(service, address.getsockname(), keys)), flush=True)
                 server.run(sockets=[address])
         if server.force_exit:
             raise typer.Exit(1)  # the engine's thread ends with the process
@@ -116,10 +116,13 @@ def _check_installed() -> None:
         ) from None
 
 
-def _check_grace(grace: float) -> None:
+def _limits(max_body: str, max_new_tokens: int, grace: float) -> Limits:
+    from moestro.serve.service import Limits
+
     if grace > _LONGEST_GRACE:
         needs = f"seconds from 0 to {_LONGEST_GRACE}, a day"
         raise invalid_input(OPERATION, got=f"--grace {grace:g}", needs=needs, fix="Change it.")
+    return Limits(parse_bytes(OPERATION, "--max-body", max_body), max_new_tokens=max_new_tokens, grace=grace)
 
 
 def read_keys(given: str | None) -> list[str]:

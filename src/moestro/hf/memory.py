@@ -13,10 +13,12 @@ from moestro.checkpoint import Checkpoint
 from moestro.errors import MoestroError, unsupported
 from moestro.formats import StoredExperts, WeightFormat
 from moestro.hf.models import routed_experts_of
+from moestro.hf.routers import router_of
 from moestro.hf.store import ExpertStore, Recipe, Stored
 from moestro.memory.amounts import shown_bytes
 from moestro.memory.budget import MemoryBudget
 from moestro.memory.experts import ExpertMemory, LayerPlan
+from moestro.memory.prefetch import Prefetcher
 from moestro.memory.reader import Reader
 from moestro.memory.sizes import LayerSize
 from moestro.memory.slots import SlotTensor, Source
@@ -67,19 +69,36 @@ def check_memory(
 
 
 def plan_memory(
-    layers: Sequence[tuple[str, Stored]], checkpoint: Checkpoint, config: Any, budget: MemoryBudget
+    layers: Sequence[tuple[str, Stored]], checkpoint: Checkpoint, model: Any, budget: MemoryBudget
 ) -> ExpertMemory:
     """The slots of a model's expert layers, none of which is filled.
 
     Raises:
         InvalidInputError: a budget below the least that works.
+        UnsupportedError: prefetching for a model whose routers are not found.
     """
     reader = Reader(budget.threads)
     identities = checkpoint.identities
     used = {checkpoint.entry(name).file for _, stored in layers for r in stored.recipes for name in r.names}
     files = {path: reader.add(path, identities[path]) for path in checkpoint.files if path in used}
-    top_k = routed_experts_of(config)
-    return ExpertMemory([_plan(name, stored, checkpoint, files, top_k) for name, stored in layers], budget, reader)
+    top_k = routed_experts_of(model.config)
+    memory = ExpertMemory([_plan(name, stored, checkpoint, files, top_k) for name, stored in layers], budget, reader)
+    if budget.prefetch:
+        memory.prefetcher = _prefetcher(model, layers)
+    return memory
+
+
+def _prefetcher(model: nn.Module, layers: Sequence[tuple[str, Stored]]) -> Prefetcher:
+    recipes = [(name, stored.recipes[0]) for name, stored in layers]
+    routers = [router_of(model, name, recipe.shape[0], recipe.shape[2]) for name, recipe in recipes]
+    found = Prefetcher(routers, [min(routed_experts_of(model.config), recipe.shape[0]) for _, recipe in recipes])
+    if not found.layers:
+        raise _refused(
+            f"prefetch, of {len(layers)} layers without a router that another could ask",
+            "two expert layers at least, and beside each a module with a weight [num_experts, hidden_size]",
+            "Leave prefetch out.",
+        )
+    return found
 
 
 def keep_in_memory(model: nn.Module) -> None:

@@ -159,7 +159,7 @@ class MoestroQuantizer(HfQuantizer):
             return None
         keep_in_memory(model)
         layers = [(layer.path, stored) for layer, stored in self._layers]
-        return plan_memory(layers, self._checkpoint, model.config, budget)
+        return plan_memory(layers, self._checkpoint, model, budget)
 
     def _strategy(self, layer: Found, stored: Stored) -> str:
         """How a layer's rows are computed: here, or where their experts are."""

@@ -18,14 +18,17 @@ class MemoryBudget:
         nbytes: of the slots of all expert layers together.
         policy: the name of the one that decides which experts stay: "expected", "lru", "lfu" or "layer_lfu".
         threads: that read from files, 1 to 8.
+        prefetch: whether experts of the next layer are read before it asks for them, where that makes steps shorter.
 
     Raises:
-        InvalidInputError: a size, a policy or a number of threads that there is not.
+        InvalidInputError: a size, a policy or a number of threads that there is not; prefetch that is neither True nor
+            False.
     """
 
     nbytes: int
     policy: str = "expected"
     threads: int = THREADS
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.nbytes, bool) or not isinstance(self.nbytes, int) or self.nbytes < 1:
@@ -42,6 +45,10 @@ class MemoryBudget:
                 got=f"{self.threads!r} reading threads",
                 needs=f"1 to {MOST_THREADS}",
                 fix=f"Leave it at {THREADS}.",
+            )
+        if not isinstance(self.prefetch, bool):
+            raise invalid_input(
+                OPERATION, got=f"prefetch={self.prefetch!r}", needs="True or False", fix="Leave it out for False."
             )
 
     @classmethod

@@ -60,6 +60,12 @@ class Ticket:
         """Have it read before what nobody waits for yet."""
         self._reader.engine.hurry(self._number)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `wait` would not wait."""
+        ended: bool = self._reader.engine.has_ended(self._number)
+        return ended
+
     def drop(self) -> bool:
         """Whether it had not begun, and now never will."""
         dropped: bool = self._reader.engine.drop(self._number)
@@ -95,7 +101,15 @@ class Reader:
             )
         self.threads, self.paths = threads, tuple[Path, ...]()
         self._direct = direct
+        self._kept: list[Any] = []
         self._reads = native.engine().Reads(threads)
+
+    def keep(self, memory: Any) -> None:
+        """Keep what is read into at least until no thread reads any more: a request may outlive who made it."""
+        self._kept.append(memory)
+
+    def __del__(self) -> None:
+        self._reads = None  # which ends the threads, before the memory that they write to goes
 
     @property
     def engine(self) -> Any:

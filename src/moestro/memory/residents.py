@@ -71,6 +71,7 @@ class _State:
         self.free = list(range(pool.slots - 1, -1, -1))
         self.passing: dict[int, None] = {}
         self.pinned: set[int] = set()
+        self.to_pin = 0
 
     def held(self, stays: Iterable[int]) -> set[int]:
         """Slots that may not be taken: those of these keys, and of pinned ones."""
@@ -136,6 +137,7 @@ class Residents:
         self._states = [_State(pool) for pool in self.pools]
         self._whole = all(pool.slots == pool.experts for pool in self.pools)  # then nobody ever goes
         self._early: set[int] = set()
+        self._coming: set[int] = set()
         self._visited: tuple[int, frozenset[int]] = (-1, frozenset())
         self._check_pinned()
 
@@ -181,8 +183,8 @@ class Residents:
         need = [base + expert for expert in sorted(experts, key=lambda e: (-experts[e], e))]
         hits = [key for key in need if key in state.slot_of]
         misses = [key for key in need if key not in state.slot_of]
-        stays = frozenset(need)
-        self._visited = layer, stays
+        self._visited = layer, frozenset(need)
+        stays = self._visited[1] | self._coming
         if not self._whole:
             self._ranking.seen(visit)
         self._count(visit, hits, len(misses))
@@ -192,14 +194,15 @@ class Residents:
                 state.passing.pop(state.slot_of[key], None)
             waves = [self._wave(layer, hits), self._load(layer, misses, self._take(layer, len(misses), stays))]
         else:
-            waves = self._stream(visit, hits, misses, room)
+            waves = self._stream(visit, hits, misses, stays)
         assert self.bytes_used <= self.budget
         return tuple(wave for wave in waves if wave.experts)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Experts to read before a layer asks for them, and the slot of each: at most two of those that are not there.
 
-        They take no slot of what is predicted, nor of the visit that goes on.
+        They take no slot of what is predicted, nor of the visit that goes on, and leave the least that works to what is
+        not being read. Until `arrived` or `forget` says otherwise their slots are not taken.
 
         Args:
             layer: that comes next.
@@ -211,17 +214,24 @@ class Residents:
         check_visit("memory", self.layers, Visit(layer, dict.fromkeys(experts, 1)))
         base, state = self._first[layer], self._states[self.pool_of[layer]]
         wanted = [base + expert for expert in dict.fromkeys(experts) if base + expert not in state.slot_of]
-        stays = self._visited[1] | {base + expert for expert in experts}
-        keys = wanted[: min(MOST_PREFETCHED, state.room(stays))]
+        stays = self._visited[1] | self._coming | {base + expert for expert in experts}
+        coming = sum(key in state.slot_of for key in self._coming)
+        spare = state.pool.slots - state.pool.least - state.to_pin - coming
+        keys = wanted[: max(0, min(MOST_PREFETCHED, state.room(stays), spare))]
         loads = self._load(layer, keys, self._take(layer, len(keys), stays)).loads
         for key in keys:
             self._ranking.fetched(key)
             self._early.add(key)
+            self._coming.add(key)
         counts = self.decode[layer]
         counts.early += len(keys)
         counts.read_bytes += len(keys) * state.pool.expert_bytes
         assert self.bytes_used <= self.budget
         return loads
+
+    def arrived(self, layer: int, expert: int) -> None:
+        """An expert that `prefetch` had read is in its slot; it may go from now on."""
+        self._coming.discard(self._first[layer] + expert)
 
     def forget(self, layer: int, experts: Iterable[int]) -> None:
         """Experts are not where they were to be: their read failed, or was dropped. Their slots are empty."""
@@ -249,7 +259,9 @@ class Residents:
         return found
 
     def _evict(self, state: _State, slot: int) -> None:
-        self._early.discard(state.evict(slot))
+        key = state.evict(slot)
+        self._early.discard(key)
+        self._coming.discard(key)
 
     def _wave(self, layer: int, keys: Sequence[int]) -> Wave:
         """Of experts that are there."""
@@ -266,10 +278,11 @@ class Residents:
         experts = tuple(key - base for key in keys)
         return Wave(experts, tuple(slots), tuple(zip(experts, slots, strict=True)))
 
-    def _stream(self, visit: Visit, hits: list[int], misses: list[int], room: int) -> list[Wave]:
+    def _stream(self, visit: Visit, hits: list[int], misses: list[int], stays: frozenset[int]) -> list[Wave]:
         """Hits, then misses that stay, then the others through a few slots, half of them at a time."""
-        layer, stays = visit.layer, self._visited[1]
+        layer = visit.layer
         state, top_k = self._states[self.pool_of[layer]], self.layers[layer].top_k
+        room = state.room(stays)
         keep = {self._first[layer] + expert for expert in visit.last or ()} | self._ranking.pinned
         share = max(0, state.pool.slots // len(state.pool.layers) - len(self.resident(layer)))
         kept, others = _split(keep, misses, min(len(state.free), share), room)
@@ -306,9 +319,10 @@ class Residents:
             self._early.difference_update(hits)
 
     def _check_pinned(self) -> None:
-        for pool in self.pools:
+        for pool, state in zip(self.pools, self._states, strict=True):
             begins = [(self._first[layer], self._first[layer + 1]) for layer in pool.layers]
             pinned = sum(begin <= key < end for key in self._ranking.pinned for begin, end in begins)
+            state.to_pin = pinned
             if pinned and pinned > pool.slots - pool.least:
                 raise invalid_input(
                     "memory",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moestro.formats import StoredExperts
-from moestro.memory.reader import Run
+from moestro.memory.reader import Run, Ticket
 from moestro.weights import ExpertWeights
 
 POISON = False
@@ -60,11 +60,13 @@ class SlotPool:
     Attributes:
         tensors: what a slot holds.
         holds: the expert that each slot has whole; None for one that is empty, or being read into.
+        coming: what is being read into a slot before its layer asks for it.
     """
 
     def __init__(self, tensors: Sequence[SlotTensor], num_slots: int, build: Build) -> None:
         self.tensors = tuple(tensors)
         self.holds: list[Key | None] = [None] * num_slots
+        self.coming: dict[int, tuple[Key, Ticket]] = {}
         self._bytes = [_room(tensor.nbytes, num_slots) for tensor in self.tensors]
         stacks = [
             room.view(tensor.dtype).view(num_slots, *tensor.shape)
@@ -82,6 +84,11 @@ class SlotPool:
     def nbytes(self) -> int:
         """Of all slots, biases left out."""
         return sum(room.numel() for room in self._bytes)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What is read into."""
+        return tuple(self._bytes)
 
     @property
     def bias_bytes(self) -> int:

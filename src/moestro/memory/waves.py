@@ -6,7 +6,7 @@ so bits are those of the same call on experts that are all in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -80,46 +80,44 @@ def _compute(prepared: Prepared, arguments: tuple[Any, ...], layer: LayerMemory)
     if not visit.experts:
         y: Tensor = prepared.compute(*arguments)  # reads no expert
         return y
-    waves = layer.memory.residents.visit(visit.layer, visit.experts, visit.last)
+    waves, asked = layer.visit(visit, arguments[0])
     slots = layer.slots_of(weights)
-    if prepared.in_waves is None:
-        return _walked(prepared, arguments, waves, slots)
-    with use(implementation=prepared.implementation):
-        return _by_engine(arguments, waves, slots)
+    with closing(layer.in_turn(waves, weights, asked)) as turns:
+        if prepared.in_waves is None:
+            return _walked(prepared, arguments, turns, slots)
+        with use(implementation=prepared.implementation):
+            return _by_engine(arguments, turns, len(waves), slots)
 
 
-def _by_engine(arguments: tuple[Any, ...], waves: Sequence[Wave], slots: ExpertWeights) -> Tensor:
+def _by_engine(arguments: tuple[Any, ...], turns: Iterator[Wave], count: int, slots: ExpertWeights) -> Tensor:
     """In one call, or in one for each wave that leaves its rows unsummed."""
     x, routing, weights, strategy = arguments
-    several = len(waves) > 1
-    rows = torch.empty(routing.num_tokens, routing.top_k, x.shape[1], dtype=torch.float32) if several else None
+    rows = torch.empty(routing.num_tokens, routing.top_k, x.shape[1], dtype=torch.float32) if count > 1 else None
     parts: InWaves | None = None
-    with closing(weights.layer.in_turn(waves, weights)) as turns:
-        for wave in turns:
-            named = renamed(routing, wave, weights.num_experts)
-            prepared = dispatch.prepare(EXPERT_MLP, x, named, slots, strategy)
-            if rows is None:
-                y = prepared.compute(x, named, slots, strategy)
-                continue
-            parts = prepared.in_waves
-            assert parts is not None  # the implementation is the one that had them for all experts
-            parts.rows(x, named, rows)
+    for wave in turns:
+        named = renamed(routing, wave, weights.num_experts)
+        prepared = dispatch.prepare(EXPERT_MLP, x, named, slots, strategy)
+        if rows is None:
+            y = prepared.compute(x, named, slots, strategy)
+            continue
+        parts = prepared.in_waves
+        assert parts is not None  # the implementation is the one that had them for all experts
+        parts.rows(x, named, rows)
     if rows is not None and parts is not None:
         y = parts.total(x, routing, rows, weights.num_experts)
     whole: Tensor = y
     return whole
 
 
-def _walked(prepared: Prepared, arguments: tuple[Any, ...], waves: Sequence[Wave], slots: ExpertWeights) -> Tensor:
+def _walked(prepared: Prepared, arguments: tuple[Any, ...], turns: Iterator[Wave], slots: ExpertWeights) -> Tensor:
     """In plain PyTorch: the walk over all experts once for each wave, which computes the rows of its own."""
     x, routing, weights, strategy = arguments
     known = Rows(slots)
     fields = {name: getattr(weights, name) for name in ExpertWeights.__dataclass_fields__}
     stand_in = WaveWeights(**fields, rows_of=known)
-    with closing(weights.layer.in_turn(waves, weights)) as turns:
-        for wave in turns:
-            known.turn_to(wave)
-            y = prepared.compute(x, routing, stand_in, strategy)
+    for wave in turns:
+        known.turn_to(wave)
+        y = prepared.compute(x, routing, stand_in, strategy)
     whole: Tensor = y
     return whole
 

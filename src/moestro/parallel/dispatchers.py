@@ -44,6 +44,10 @@ class Place:
     rank: int | None = None
     name: str = ""
 
+    def __post_init__(self) -> None:
+        if self.slices is not None:
+            self.peers.join(self.slices)
+
     @property
     def own(self) -> int:
         return self.peers.rank if self.rank is None else self.rank
@@ -63,7 +67,7 @@ class Place:
         weights = routing.routing_weights
         if self.slices is None:
             return x, weights, None
-        self.slices.agree_on_tokens(len(x), operation, self.name)
+        self.slices.agree_on_tokens(x, operation, self.name)
         digest = routing_digest(self.slices, routing.expert_ids)
         return share(self.slices, x, "rows", self.name), share(self.slices, weights, "routing", self.name), digest
 
@@ -120,7 +124,7 @@ class AllReduceDispatcher(Dispatcher):
         """x [T, H] of this rank, which all have -> the same rows, with the slots of local experts alone."""
         place = self.place
         place.check(x, routing, "AllReduceDispatcher")
-        place.peers.agree_on_tokens(len(x), "AllReduceDispatcher", place.name)
+        place.peers.agree_on_tokens(x, "AllReduceDispatcher", place.name)
         digest = routing_digest(place.peers, routing.expert_ids)
         ids = place.local_ids(routing.expert_ids)
         weights = share(place.peers, routing.routing_weights, "routing", place.name)
@@ -362,9 +366,14 @@ class SlicedDispatcher(Dispatcher):
     batch: Peers
     name: str = ""
 
+    def __post_init__(self) -> None:
+        place = getattr(self.inner, "place", None)
+        if isinstance(place, Place):
+            self.batch.join(place.peers)
+
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing, tuple[int, int, int | None, Any]]:
         """x [T, H], which all ranks of the batch have -> what the inner one makes of this rank's slice."""
-        self.batch.agree_on_tokens(len(x), "SlicedDispatcher", self.name)
+        self.batch.agree_on_tokens(x, "SlicedDispatcher", self.name)
         digest = routing_digest(self.batch, routing.expert_ids)
         each = -(-x.shape[0] // self.batch.size)
         own = slice(self.batch.rank * each, (self.batch.rank + 1) * each)

@@ -18,13 +18,13 @@ from moestro.errors import invalid_input, unsupported
 from moestro.experts import Experts
 from moestro.moe import Dispatcher, MoE
 from moestro.ops.grouping import group_by_expert
-from moestro.ops.inputs import no_rows
+from moestro.ops.inputs import no_rows, no_tensor
 from moestro.parallel.dispatchers import AllToAllDispatcher, Place, wide
-from moestro.parallel.exchange import gather_rows, scatter_sums
+from moestro.parallel.exchange import gather_rows
 from moestro.parallel.guard import DEFAULT_TIMEOUT, Peers
-from moestro.parallel.parallelize import describe
+from moestro.parallel.parallelize import describe, describe_shared
 from moestro.parallel.placement import Placement
-from moestro.parallel.same_tokens import compare_digests, routing_digest
+from moestro.parallel.same_tokens import routing_digest, scatter_same
 from moestro.parallel.shard import take_experts
 from moestro.parallel.shared_slice import SharedSlice
 from moestro.types import EMPTY, Routing
@@ -106,15 +106,22 @@ class MeshFlow(nn.Module):
     Attributes:
         layer: the router, whole; the experts of this rank; of shared experts the slice of this column.
         columns: the ranks of this row.
+        name: the layer's, for errors.
     """
 
     def __init__(self, layer: MoE, columns: Peers, name: str = "") -> None:
         super().__init__()
         self.layer, self.columns, self.name = layer, columns, name
+        columns.join(self._dispatcher.inner.place.peers)
 
     @classmethod
     def of(
-        cls, layer: MoE, mesh: DeviceMesh, placement: Placement | None = None, timeout: float = DEFAULT_TIMEOUT
+        cls,
+        layer: MoE,
+        mesh: DeviceMesh,
+        placement: Placement | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        name: str = "",
     ) -> MeshFlow:
         """Cut a layer's experts over all ranks of a mesh; collective. The layer itself stays as it is.
 
@@ -124,6 +131,7 @@ class MeshFlow(nn.Module):
                 "columns"))``.
             placement: over all ranks, row by row; contiguous ranges if None.
             timeout: seconds that a collective may take.
+            name: the layer's, for errors.
 
         Raises:
             InvalidInputError: another mesh, a layer with a dispatcher, a hidden size that the columns do not divide, a
@@ -146,18 +154,19 @@ class MeshFlow(nn.Module):
             )
         row, column = mesh.get_local_rank(ROWS), mesh.get_local_rank(COLUMNS)
         everyone = Peers.of([rank for each in ranks for rank in each], timeout)
-        everyone.agree({**describe(experts.weights), "placement": placed.experts, "mesh": ranks}, OPERATION, "")
+        said = {**describe(experts.weights), **describe_shared(layer), "placement": placed.experts, "mesh": ranks}
+        everyone.agree(said, OPERATION, name)
         along_row = Peers.of(ranks[row], timeout)
         along_column = Peers.of([each[column] for each in ranks], timeout)
         held = column_experts(placed, column, columns)
         by_row = [tuple(held.index(e) for e in placed.experts[r * columns + column]) for r in range(rows)]
-        inner = AllToAllDispatcher(Place(Placement(len(held), tuple(by_row)), along_column))
+        inner = AllToAllDispatcher(Place(Placement(len(held), tuple(by_row)), along_column, name=name))
         dispatcher = ColumnDispatcher(inner, placed, column, columns, row)
         own = take_experts(experts.weights, placed.experts[row * columns + column])
         shared = None if layer.shared_experts is None else SharedSlice.of(layer.shared_experts, column, columns)
         kept = Experts.from_weights(own, experts.strategy)
         made = MoE(layer.router, kept, shared, layer.rewrite, dispatcher).train(layer.training)
-        return cls(made, along_row)
+        return cls(made, along_row, name)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H / columns] -> the same part of the layer's output. Ranks of a row pass parts of the same tokens.
@@ -166,20 +175,21 @@ class MeshFlow(nn.Module):
             InvalidInputError: the last dimension is another.
             CollectiveError: the ranks of a row have other numbers of tokens, or chose other experts.
         """
-        shape, whole = x.shape, self.gather(x)
-        y = self._summed(self.layer, whole)
+        y, digest = self._summed(self.layer, self.gather(x))
         size = self.columns.size
-        each = y.shape[1] // size
-        parts = y.to(wide(y.dtype)).view(len(y), size, each).transpose(0, 1).reshape(size * len(y), each)
-        return scatter_sums(self.columns, parts, "hidden states", self.name).to(x.dtype).view(shape)
+        parts = y.to(wide(y.dtype)).view(len(y), size, y.shape[1] // size).transpose(0, 1)
+        sums = scatter_same(self.columns, parts, digest, "hidden states", (OPERATION, self.name))
+        return sums.to(x.dtype).view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor:
         """Parts [..., H / columns] -> whole hidden states [T, H]; collective over the row."""
         size, hidden = self.columns.size, self.layer.experts.hidden_size
+        if not isinstance(x, Tensor):
+            raise no_tensor(OPERATION, "x", x)
         if x.dim() < 1 or x.shape[-1] * size != hidden or not x.is_floating_point():
             raise no_rows(OPERATION, x, hidden // size)
         flat = x.flatten(0, -2) if x.dim() > 1 else x[None]
-        self.columns.agree_on_tokens(len(flat), OPERATION, self.name)
+        self.columns.agree_on_tokens(flat, OPERATION, self.name)
         found = gather_rows(self.columns, flat, "hidden states", self.name)
         return found.view(size, len(flat), hidden // size).transpose(0, 1).reshape(len(flat), hidden)
 
@@ -189,10 +199,8 @@ class MeshFlow(nn.Module):
         `forward` does not ask for it: the primitive groups rows by expert itself, and a token's own rank keeps its
         place, so that positions need not travel. It is for other kernels, and for a look.
         """
-        layer, whole = self.layer, self.gather(x)
-        dispatcher = layer.dispatcher
-        assert isinstance(dispatcher, ColumnDispatcher)
-        peers = dispatcher.inner.place.peers
+        layer, dispatcher, peers = self.layer, self._dispatcher, self._dispatcher.inner.place.peers
+        whole = self.gather(x)
         rows, local, handle = dispatcher.dispatch(whole, layer.route(whole))
         received, sent = handle.back
         places = handle.tokens.to(torch.int32)[:, None]
@@ -213,15 +221,19 @@ class MeshFlow(nn.Module):
             routing_weights=local.routing_weights[row, slot],
         )
 
-    def _summed(self, layer: MoE, x: Tensor) -> Tensor:
-        """What this column adds, [T, H], once all columns have chosen the same experts."""
+    def _summed(self, layer: MoE, x: Tensor) -> tuple[Tensor, int | None]:
+        """What this column adds, [T, H], and the digest of what it chose, which is to be that of all columns."""
         routing = layer.route(x)
-        compare_digests(self.columns, routing_digest(self.columns, routing.expert_ids), (OPERATION, self.name))
-        dispatcher, shared = layer.dispatcher, layer.shared_experts
-        assert dispatcher is not None
-        rows, local, handle = dispatcher.dispatch(x, routing)
-        y: Tensor = dispatcher.combine(layer.experts(rows, local), handle)
-        return y if shared is None else y + shared(x)
+        digest = routing_digest(self.columns, routing.expert_ids)
+        rows, local, handle = self._dispatcher.dispatch(x, routing)
+        y: Tensor = self._dispatcher.combine(layer.experts(rows, local), handle)
+        return (y if layer.shared_experts is None else y + layer.shared_experts(x)), digest
+
+    @property
+    def _dispatcher(self) -> ColumnDispatcher:
+        found = self.layer.dispatcher
+        assert isinstance(found, ColumnDispatcher)
+        return found
 
 
 def _sizes(mesh: DeviceMesh) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -64,13 +65,23 @@ class Peers:
         self._world = dist.group.WORLD
         self._agreements, self._failed = 0, ""
         self._agreed: set[tuple[Any, ...]] = set()
-        self._num_tokens: int | None = None
-        _MADE[self.ranks] += 1
-        name = f"moestro/{_MADE[self.ranks]}/{'-'.join(map(str, self.ranks))}"
-        self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._partners: set[Peers] = set()
+        self._batch: tuple[int, str] | None = None
+        self._store = self._own_store()
         self.agree({"ranks": list(self.ranks), "timeout": timeout}, "process group", "")
         limit = timedelta(seconds=timeout)
         self.group = dist.new_group(list(self.ranks), timeout=limit, use_local_synchronization=True)
+
+    def _own_store(self) -> dist.distributed_c10d.PrefixStore:
+        """A part of the job's store for this group alone, of which the store counts how many this rank has made.
+
+        A process that has taken the place of another in a new job has made none, the others perhaps some.
+        """
+        store, ranks = dist.distributed_c10d._get_default_store(), "-".join(map(str, self.ranks))
+        number = 0
+        with suppress(RuntimeError):  # of which the agreement that follows tells
+            number = store.add(f"moestro/{ranks}/made by {self.rank}", 1)
+        return dist.distributed_c10d.PrefixStore(f"moestro/{number}/{ranks}", store)
 
     @classmethod
     def of(cls, ranks: Sequence[int], timeout: float = DEFAULT_TIMEOUT) -> Peers:
@@ -143,16 +154,19 @@ class Peers:
             self.agree(said, operation, where)
             self._agreed.add(key)
 
-    def agree_on_tokens(self, num_tokens: int, operation: str, where: str) -> None:
-        """`agree` on the number of tokens where it is not that of the call before; for ranks that have the same ones.
+    def agree_on_tokens(self, x: Tensor, operation: str, where: str) -> None:
+        """`agree` on the number of rows and their dtype where they are not those of the call before.
+
+        For ranks that have the same ones.
 
         A rank alone with another number asks, while the others wait in the next collective: they fail after `ASKED`
         seconds, and sums of different sizes never begin.
         """
-        if num_tokens != self._num_tokens:
-            place = f"{operation} with {num_tokens} tokens"
-            self.agree({"number of tokens": num_tokens}, place, where, SAME_TOKENS)
-            self._num_tokens = num_tokens
+        batch = (len(x), str(x.dtype))
+        if batch != self._batch:
+            said = {"number of tokens": batch[0], "dtype of tokens": batch[1]}
+            self.agree(said, f"{operation} with {batch[0]} tokens", where, SAME_TOKENS)
+            self._batch = batch
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str, where: str) -> Tensor:
         """Rows of x [sum(send), ...], of which the first send[0] go to rank 0 and so on -> [sum(receive), ...]."""
@@ -216,6 +230,39 @@ class Peers:
         )
         return out
 
+    def barrier(self, where: str) -> None:
+        """Return when all ranks are here."""
+        self._run(lambda: dist.barrier(group=self.group, async_op=True), "barrier", where)
+
+    def join(self, other: Peers) -> None:
+        """Have either told what fails in the other, for what needs both: who waits there would name the wrong rank."""
+        if other is not self:
+            self._partners.add(other)
+            other._partners.add(self)
+
+    def give_up(self, why: str) -> None:
+        """Refuse all collectives from now on, here, and have the other ranks told, who would wait for this one.
+
+        For what went wrong outside the group, and leaves this rank unable to go on with the others.
+        """
+        if not self._failed:
+            self._say(why)
+            with suppress(RuntimeError):
+                self._store.set("failed", why)
+            self._fail(why, why)
+
+    def _say(self, where: str) -> None:
+        """What those are told who miss this rank in a collective that failed."""
+        if not self._failed:
+            with suppress(RuntimeError):
+                self._store.set(f"failed at/{self.rank}", where)
+
+    def _fail(self, why: str, place: str) -> None:
+        """Refuse all collectives from now on; `place` is what partners are told."""
+        self._failed = why
+        for each in self._partners:
+            each.give_up(place)
+
     def _count(self, kind: str, sent: Mapping[int, int]) -> None:
         counts = self.sent.setdefault(kind, Counter())
         for rank, number in sent.items():
@@ -272,6 +319,8 @@ class Peers:
     def _broken(self, operation: str, where: str, error: BaseException) -> CollectiveError:
         """The error of a collective that failed, after all who failed in it have said so."""
         place = _place(operation, where)
+        for each in self._partners:  # who may miss this rank at this very time
+            each._say(self._among(place))
         try:
             self._store.set("failed", place)
         except RuntimeError:
@@ -282,8 +331,8 @@ class Peers:
         if missing:
             return self._no_answer(operation, where, missing, f"{self.timeout:g} s, nor when asked again")
         elsewhere = [(r, text) for r, text in zip(self.ranks, told, strict=True) if text != place]
-        self._failed = f"{place} ({_first_line(error)})"
         got = "; ".join(f"rank {r} at {text}" for r, text in elsewhere) or _first_line(error)
+        self._fail(f"{place} ({_first_line(error)})", f"{self._among(place)}: {got}")
         return no_answer(
             place,
             got=got,
@@ -291,8 +340,11 @@ class Peers:
             fix="Look at what those ranks did instead; then start the job again.",
         )
 
+    def _among(self, place: str) -> str:
+        return f"{place} of {_named(self.ranks)}"
+
     def _no_store(self, place: str, error: BaseException) -> CollectiveError:
-        self._failed = f"{place} (the store is gone)"
+        self._fail(f"{place} (the store is gone)", f"{place} (the store is gone)")
         return no_answer(
             place,
             got="no answer from the process that keeps the store, rank 0 or the agent of torchrun",
@@ -302,7 +354,9 @@ class Peers:
 
     def _no_answer(self, operation: str, where: str, missing: Sequence[int], limit: str) -> CollectiveError:
         place = _place(operation, where)
-        self._failed = f"no answer from {_named(missing)} at {place}"
+        self._fail(
+            f"no answer from {_named(missing)} at {place}", f"{self._among(place)}: no answer from {_named(missing)}"
+        )
         return no_answer(
             place,
             got=f"no answer from {_named(missing)}",
@@ -365,7 +419,6 @@ def job_timeout() -> float:
 
 _JOB: list[Any] = [None, DEFAULT_TIMEOUT]
 _PEERS: dict[tuple[tuple[int, ...], float], Peers] = {}
-_MADE: Counter[tuple[int, ...]] = Counter()
 
 
 def _place(operation: str, where: str) -> str:

@@ -156,6 +156,12 @@ def describe(weights: ExpertWeights) -> dict[str, object]:
     }
 
 
+def describe_shared(layer: MoE) -> dict[str, object]:
+    """What the ranks compare of shared experts of which each computes a part."""
+    shared = layer.shared_experts
+    return {"shared experts": [] if shared is None else [list(p.shape) for p in shared.parameters()]}
+
+
 def agree_on(said: dict[str, dict[str, object]], mesh: DeviceMesh, timeout: float) -> None:
     """Compare, over the whole mesh, what every rank is about to do.
 

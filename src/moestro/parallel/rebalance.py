@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,10 +16,12 @@ from moestro.experts import Experts
 from moestro.moe import Dispatcher, MoE
 from moestro.parallel.balance import Balanced, Move, balance, moves
 from moestro.parallel.dispatchers import Place
+from moestro.parallel.flow import MeshFlow
 from moestro.parallel.guard import DEFAULT_TIMEOUT, Peers
 from moestro.parallel.mesh import check_mesh, mesh_place, mesh_size, ranks_along
 from moestro.parallel.parallelize import find_placement
 from moestro.parallel.placement import Placement
+from moestro.parallel.sequence import SequenceParallel
 from moestro.parallel.shard import expert_tensors, with_experts
 from moestro.routing import expert_counts
 from moestro.types import Routing
@@ -70,7 +72,8 @@ class _Layer:
 
 
 def _own_layers(module: nn.Module) -> dict[str, CutLayer]:
-    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, MoE)}
+    inside = {m for each in module.modules() if isinstance(each, MeshFlow | SequenceParallel) for m in each.modules()}
+    found = {name: m for name, m in module.named_modules() if isinstance(m, MoE) and m not in inside}
     return {name: _Layer(layer) for name, layer in found.items() if _place(layer.dispatcher) is not None}
 
 
@@ -90,7 +93,7 @@ def cut_layers(module: nn.Module, operation: str) -> dict[str, CutLayer]:
             operation,
             got=f"{type(module).__name__}, without a layer whose experts are cut",
             needs="a layer of moestro.parallel.parallelize, or a model of moestro.load(path, device=mesh)",
-            fix="Cut it first. Experts that Transformers itself has cut stay where they are.",
+            fix="Cut it first. Experts of MeshFlow, of SequenceParallel and of models that Transformers has cut stay.",
         )
     return found
 
@@ -109,17 +112,18 @@ class Loads:
 
     Attributes:
         counts: int64 [E] of each layer, by its name.
+        timeout: seconds that a collective may take, where nobody says otherwise: that of the layers.
     """
 
-    def __init__(self, counts: dict[str, Tensor]) -> None:
-        self.counts = counts
+    def __init__(self, counts: dict[str, Tensor], timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.counts, self.timeout = counts, timeout
 
-    def total(self, mesh: DeviceMesh, timeout: float = DEFAULT_TIMEOUT) -> dict[str, Tensor]:
+    def total(self, mesh: DeviceMesh, timeout: float | None = None) -> dict[str, Tensor]:
         """The counts of all ranks of the mesh added up, the same on each; collective.
 
         Tokens that several ranks have are counted by each, which changes no proportion.
         """
-        peers = Peers.of(ranks_along(mesh, *(mesh.mesh_dim_names or ())), timeout)
+        peers = Peers.of(ranks_along(mesh, *(mesh.mesh_dim_names or ())), self.timeout if timeout is None else timeout)
         sizes = {name: len(each) for name, each in self.counts.items()}
         peers.agree({"layers and their experts": sizes}, "Loads.total", "")
         joined = peers.all_reduce(torch.cat([*self.counts.values()]), "loads", "")
@@ -153,14 +157,13 @@ def count_loads(module: nn.Module) -> Iterator[Loads]:
         name: torch.zeros(_placed(layer).placement.num_experts, dtype=torch.int64, device=_device(layer))
         for name, layer in layers.items()
     }
-    before = {name: layer.dispatcher for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer.put_dispatcher(_Counting(before[name], counts[name]))
+        layer.put_dispatcher(_Counting(layer.dispatcher, counts[name]))
     try:
-        yield Loads(counts)
+        yield Loads(counts, _timeout_of(layers.values()))
     finally:
-        for name, layer in layers.items():
-            layer.put_dispatcher(before[name])
+        for name, layer in layers.items():  # what is there now: experts may have moved inside
+            layer.put_dispatcher(_without(layer.dispatcher, counts[name]))
 
 
 def rebalance(
@@ -169,6 +172,7 @@ def rebalance(
     loads: Mapping[str, Tensor],
     num_slots: int | None = None,
     policy: Balanced = Balanced(),  # noqa: B008 (frozen)
+    timeout: float | None = None,
 ) -> dict[str, tuple[Move, ...]]:
     """`balance` each layer's loads from the placement in use, and `move_experts`; collective.
 
@@ -178,6 +182,7 @@ def rebalance(
         loads: [E] of layers by their names, the same on every rank: of `Loads.total`. Other layers stay as they are.
         num_slots: experts that all ranks along ep hold together in a layer; None for as many as now.
         policy: as for `balance`; max_moves is a layer's.
+        timeout: as for `move_experts`.
 
     Returns:
         What every rank has received, by layer.
@@ -188,23 +193,24 @@ def rebalance(
     now, ranks = placements(module), mesh_size(mesh, "ep")
     _check_names(loads, now, "rebalance")
     wanted = {name: balance(each, ranks, num_slots, policy, now[name]) for name, each in loads.items()}
-    return move_experts(module, mesh, wanted)
+    return move_experts(module, mesh, wanted, timeout)
 
 
 def move_experts(
-    module: nn.Module, mesh: DeviceMesh, wanted: Mapping[str, Placement], timeout: float = DEFAULT_TIMEOUT
+    module: nn.Module, mesh: DeviceMesh, wanted: Mapping[str, Placement], timeout: float | None = None
 ) -> dict[str, tuple[Move, ...]]:
     """Bring the experts of a running module to another placement, between two steps, in place; collective.
 
     Only experts that come to a rank which did not hold them are sent, each as it is stored, by a rank that holds it. A
     layer has memory for both placements until its own move is done; layers move one after the other. A `moestro.MoE`
-    has a new module of experts then: make an optimizer after the move.
+    has a new module of experts then: make an optimizer after the move. A layer that has its placement already is left
+    as it is. Where a move fails once experts travel, the groups of all these layers refuse to run from then on.
 
     Args:
         module: with layers of `parallelize`, or a model of `moestro.load(path, device=mesh)`.
         mesh: that they are cut over; each copy along dp moves its own.
         wanted: the placements along ep of layers by their names; other layers stay as they are.
-        timeout: seconds that a collective may take.
+        timeout: seconds that a collective may take; None for that of the layers.
 
     Returns:
         What every rank has received, by layer; the bytes are `Peers.sent["experts"]` of the ranks along ep.
@@ -212,35 +218,64 @@ def move_experts(
     Raises:
         InvalidInputError: no layer is cut, or none has such a name; a placement of other experts or on other ranks; a
             rank without experts; another mesh.
-        UnsupportedError: experts with an output_norm, or a dispatcher without a place.
+        UnsupportedError: experts with an output_norm.
         CollectiveError: ranks differ in what they want, or one does not come.
     """
     check_mesh(mesh, OPERATION)
     layers = cut_layers(module, OPERATION)
     _check_names(wanted, layers, OPERATION)
     for name, placement in wanted.items():
-        place = _placed(layers[name])
-        find_placement(name, place.placement.num_experts, mesh, placement)
-        if place.placement.num_ranks != placement.num_ranks:
-            raise invalid_input(
-                OPERATION,
-                got=f"{name or 'the layer'}, cut over {place.placement.num_ranks} ranks, and ep={placement.num_ranks}",
-                needs="the mesh that it was cut over",
-                fix="Pass the mesh of parallelize or load.",
-            )
+        _check_move(name, layers[name], mesh, placement)
+    limit = _timeout_of(layers[name] for name in wanted) if timeout is None else timeout
     said = {name: [_placed(layers[name]).placement.experts, wanted[name].experts] for name in sorted(wanted)}
-    peers = Peers.of(ranks_along(mesh, *(mesh.mesh_dim_names or ())), timeout)
+    peers = Peers.of(ranks_along(mesh, *(mesh.mesh_dim_names or ())), limit)
     peers.agree({"layers": [*said]}, OPERATION, "")
     peers.agree({f"placements of {name or 'the layer'}": each for name, each in said.items()}, OPERATION, "")
-    along, rank = Peers.of(ranks_along(mesh, "ep"), timeout), mesh_place(mesh, "ep")
-    found = {}
-    for name in sorted(wanted):
-        layer = layers[name]
-        before, after = _placed(layer).placement, wanted[name]
-        found[name] = moves(before, after)
-        layer.put_weights(_exchanged(layer.weights, (before, after), along, rank, name))
-        layer.put_dispatcher(_with_placement(layer.dispatcher, after))
+    along, rank = Peers.of(ranks_along(mesh, "ep"), limit), mesh_place(mesh, "ep")
+    found, name = {}, ""
+    try:
+        for name in sorted(wanted):
+            layer, after = layers[name], wanted[name]
+            before = _placed(layer).placement
+            found[name] = moves(before, after)
+            if before != after:
+                layer.put_weights(_exchanged(layer.weights, (before, after), along, rank, name))
+                layer.put_dispatcher(_with_placement(layer.dispatcher, after))
+    except BaseException as error:
+        why = f"{OPERATION} of {name or 'the layer'} ended with {type(error).__name__}: {error}"
+        places = [_placed(layers[each]) for each in wanted]
+        for group in {along, *(p.peers for p in places), *(p.slices for p in places if p.slices is not None)}:
+            group.give_up(why)  # ranks may hold experts of different placements now
+        raise
     return found
+
+
+def _check_move(name: str, layer: CutLayer, mesh: DeviceMesh, placement: Placement) -> None:
+    """Raise for what cannot move: on every rank, before anything has."""
+    place, along = _placed(layer), ranks_along(mesh, "ep")
+    find_placement(name, place.placement.num_experts, mesh, placement)
+    groups = (along, ranks_along(mesh, "ep", "tp"))  # of `AllReduceDispatcher` the second
+    slices = None if place.slices is None else [*place.slices.ranks]
+    if (
+        [*place.peers.ranks] not in groups
+        or place.own != mesh_place(mesh, "ep")
+        or slices not in (None, ranks_along(mesh, "tp"))
+        or place.placement.num_ranks != len(along)
+    ):
+        raise invalid_input(
+            OPERATION,
+            got=f"{name or 'the layer'}, cut over {place.placement.num_ranks} ranks, of which this one, among "
+            f"{[*place.peers.ranks]}, is number {place.own}; and a mesh whose ranks along ep are {along}",
+            needs="the mesh that it was cut over",
+            fix="Pass the mesh of parallelize or load.",
+        )
+    if layer.weights.output_norm is not None:
+        raise unsupported(
+            OPERATION,
+            got=f"{name or 'the layer'}, whose experts have an output_norm",
+            needs="experts that are weights and biases",
+            fix="Leave this layer out.",
+        )
 
 
 @torch.no_grad()
@@ -249,13 +284,6 @@ def _exchanged(
 ) -> ExpertWeights:
     """What this rank keeps in the second placement, of what it keeps in the first and of what others send."""
     before, after = (placement.experts[rank] for placement in placed)
-    if weights.output_norm is not None:
-        raise unsupported(
-            OPERATION,
-            got=f"{name or 'the layer'}, whose experts have an output_norm",
-            needs="experts that are weights and biases",
-            fix="Leave this layer out.",
-        )
     all_moves = moves(*placed)
     given = sorted((m for m in all_moves if m.source == rank), key=lambda m: m.rank)
     taken = sorted((m for m in all_moves if m.rank == rank), key=lambda m: m.source)
@@ -298,6 +326,23 @@ def _placed(layer: CutLayer) -> Place:
     found = _place(layer.dispatcher)
     assert found is not None
     return found
+
+
+def _timeout_of(layers: Iterable[CutLayer]) -> float:
+    """The longest of the layers' own."""
+    return max(_placed(layer).peers.timeout for layer in layers)
+
+
+def _without(dispatcher: Dispatcher, counts: Tensor) -> Dispatcher:
+    """The same dispatcher where these counts are no longer added to."""
+    inner = getattr(dispatcher, "inner", None)
+    if inner is None:
+        return dispatcher
+    if isinstance(dispatcher, _Counting) and dispatcher.counts is counts:
+        return _without(inner, counts)
+    made: Any = dispatcher
+    kept = _without(inner, counts)
+    return dispatcher if kept is inner else replace(made, inner=kept)
 
 
 def _device(layer: CutLayer) -> torch.device:

@@ -9,22 +9,32 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, unsupported
 from moestro.moe import MoE
-from moestro.ops.inputs import no_rows
+from moestro.ops.inputs import no_rows, no_tensor
 from moestro.parallel.dispatchers import AllGatherDispatcher, Place, wide
-from moestro.parallel.exchange import join_slices, scatter_sums
+from moestro.parallel.exchange import collective, join_slices, scatter_sums
 from moestro.parallel.guard import DEFAULT_TIMEOUT, Peers
 from moestro.parallel.mesh import check_mesh, mesh_place, ranks_along
-from moestro.parallel.parallelize import Cut, agree_on, keep_own
+from moestro.parallel.parallelize import Cut, agree_on, describe_shared, keep_own
 from moestro.parallel.placement import Placement
-from moestro.parallel.same_tokens import add_up_same, routing_digest
+from moestro.parallel.same_tokens import (
+    DIGEST_BYTES,
+    add_up_same,
+    check_gathered,
+    digest_row,
+    has_digest,
+    routing_digest,
+)
 from moestro.parallel.shared_slice import SharedSlice
 from moestro.types import EMPTY, Routing
 
 OPERATION = "SequenceParallel"
 SHARD_TOKENS = 16
 """Fewest tokens of a shard: of fewer, reading the weights of a whole router and shared experts is most of the work."""
+
+PROBES = 4
+"""Tokens of a prompt that all ranks route, to see that they have the same one: the last of each quarter."""
 
 
 class SequenceParallel(nn.Module):
@@ -39,7 +49,7 @@ class SequenceParallel(nn.Module):
 
     Attributes:
         layer: the router and the shared experts, whole; the routed experts of this rank.
-        place: the ranks that have the same tokens.
+        place: the ranks that have the same tokens, and where the experts are.
         shard_tokens: the fewest tokens of a shard; with fewer, all ranks compute all tokens.
     """
 
@@ -57,6 +67,7 @@ class SequenceParallel(nn.Module):
         placement: Placement | None = None,
         shard_tokens: int = SHARD_TOKENS,
         timeout: float = DEFAULT_TIMEOUT,
+        name: str = "",
     ) -> SequenceParallel:
         """Cut a layer's experts along ep and tp of a mesh; collective. The layer itself stays as it is.
 
@@ -66,6 +77,7 @@ class SequenceParallel(nn.Module):
             placement: along ep; contiguous ranges if None.
             shard_tokens: as the attribute.
             timeout: seconds that a collective may take.
+            name: the layer's, for errors.
 
         Raises:
             InvalidInputError: a layer with a dispatcher, shard_tokens below 1, and what `parallelize` refuses.
@@ -81,10 +93,10 @@ class SequenceParallel(nn.Module):
                 needs="a layer on one device, and shards of at least one token",
                 fix="Build the layer without a dispatcher, and leave shard_tokens out.",
             )
-        cut = Cut.of("", layer.experts.weights, mesh, placement)
-        agree_on({"": {**cut.said, "shard_tokens": shard_tokens}}, mesh, timeout)
+        cut = Cut.of(name, layer.experts.weights, mesh, placement)
+        agree_on({name: {**cut.said, **describe_shared(layer), "shard_tokens": shard_tokens}}, mesh, timeout)
         peers = Peers.of(ranks_along(mesh, "ep", "tp"), timeout)
-        place = Place(cut.placement, peers, None, mesh_place(mesh, "ep"))
+        place = Place(cut.placement, peers, None, mesh_place(mesh, "ep"), name)
         own = keep_own(layer.experts, cut)
         made = MoE(layer.router, own, layer.shared_experts, layer.rewrite, dispatcher=AllGatherDispatcher(place))
         return cls(made.train(layer.training), place, shard_tokens)
@@ -98,15 +110,19 @@ class SequenceParallel(nn.Module):
 
         Raises:
             InvalidInputError: x is no floating-point [..., H].
-            CollectiveError: ranks have other numbers of tokens, or chose other experts for them.
+            CollectiveError: ranks have other numbers of tokens or another dtype, or chose other experts for them; of a
+                prompt for its last token, or the last of another quarter.
+            UnsupportedError: in the backward pass.
         """
         hidden = self.layer.experts.hidden_size
+        if not isinstance(x, Tensor):
+            raise no_tensor(OPERATION, "x", x)
         if x.dim() < 1 or x.shape[-1] != hidden or not x.is_floating_point():
             raise no_rows(OPERATION, x, hidden)
         flat = x.flatten(0, -2) if x.dim() > 1 else x[None]
-        self.place.peers.agree_on_tokens(len(flat), OPERATION, self.place.name)
+        self.place.peers.agree_on_tokens(flat, OPERATION, self.place.name)
         y = self._by_shards(flat) if self.mode(len(flat)) == "shards" else self._by_slices(flat)
-        return y.view(x.shape)
+        return collective(y, lambda t: t.view_as(t), _refuse_gradients).view(x.shape)
 
     def on_shard(self, x: Tensor) -> Tensor:
         """This rank's shard [T, H] -> its output, for a model whose hidden states stay cut along the sequence.
@@ -120,11 +136,19 @@ class SequenceParallel(nn.Module):
         layer, peers, name = self.layer, self.place.peers, self.place.name
         each = -(-len(x) // peers.size)
         own = x[peers.rank * each : (peers.rank + 1) * each]
+        digest = self._probed(x)
         selected = layer.route(own)
+        self.place.check(own, selected, OPERATION)
         pad = (0, 0, 0, each - len(own))
         ids = F.pad(selected.expert_ids.to(torch.int32), pad, value=EMPTY)
         bits = F.pad(selected.routing_weights, pad).float().view(torch.int32)
-        both = peers.all_gather(torch.cat([ids, bits], 1), "routing", name)[: len(x)]
+        rows = torch.cat([ids, bits], 1)
+        rows = rows if digest is None else torch.cat([rows, digest_row(digest, rows.shape[1])])
+        both = peers.all_gather(rows, "routing", name).view(peers.size, *rows.shape)
+        if digest is not None:
+            told = both[:, -1].contiguous().view(torch.uint8)[:, :DIGEST_BYTES]
+            check_gathered(peers, told, digest, (OPERATION, name))
+        both = both[:, :each].flatten(0, 1)[: len(x)]
         ids, bits = (part.contiguous() for part in torch.split(both, selected.top_k, 1))
         y = self._own_experts(x, Routing.unchecked(ids, bits.view(torch.float32), selected.weight_on))
         padded = F.pad(y.to(wide(y.dtype)), (0, 0, 0, each * peers.size - len(x)))
@@ -135,10 +159,18 @@ class SequenceParallel(nn.Module):
 
     def _by_slices(self, x: Tensor) -> Tensor:
         routing, (shared,) = self.layer.route(x), self._slice
+        self.place.check(x, routing, OPERATION)
         digest = routing_digest(self.place.peers, routing.expert_ids)
         y = self._own_experts(x, routing)
         y = y if shared is None else y + shared(x)
         return add_up_same(self.place.peers, y, digest, (OPERATION, self.place.name)).to(x.dtype)
+
+    def _probed(self, x: Tensor) -> int | None:
+        """A digest of the experts of a few tokens, which all ranks route; None where nobody would look at it."""
+        if not has_digest(self.place.peers, x.device):
+            return None
+        last = [len(x) * (i + 1) // PROBES - 1 for i in range(PROBES)]
+        return routing_digest(self.place.peers, self.layer.route(x[[i for i in last if i >= 0]]).expert_ids)
 
     def _own_experts(self, x: Tensor, routing: Routing) -> Tensor:
         """What this rank's experts add to all tokens."""
@@ -146,3 +178,12 @@ class SequenceParallel(nn.Module):
         local = place.local(place.local_ids(routing.expert_ids), routing.routing_weights, routing)
         y: Tensor = self.layer.experts(x, local)
         return y
+
+
+def _refuse_gradients(gradient: Tensor) -> Tensor:
+    raise unsupported(
+        OPERATION,
+        got="a backward pass",
+        needs="inference: a rank has a part of the gradients only",
+        fix="Train with parallelize(layer, mesh, AllGatherDispatcher), or on_shard, and load the weights here.",
+    )

@@ -18,11 +18,11 @@ _LARGEST = {"int8": 127.0, "fp8-e4m3": 448.0}
 _SCALE_BYTES = 4
 
 
-def check_wire_format(wire_format: str, exact: bool) -> None:
+def check_wire_format(wire_format: str, exact: bool, operation: str = "AllToAllDispatcher") -> None:
     """Raise `InvalidInputError` for another format, or for one that loses bits where none may be lost."""
     if wire_format not in get_args(WireFormat) or (exact and wire_format != "float"):
         raise invalid_input(
-            "AllToAllDispatcher",
+            operation,
             got=f"wire_format={wire_format!r}" + (" and exact=True" if exact else ""),
             needs=f"one of {', '.join(get_args(WireFormat))}; float, where it is to be exact",
             fix='Leave wire_format out: rows travel as they are. "int8" and "fp8-e4m3" lose bits.',
@@ -43,15 +43,31 @@ def encode(rows: Tensor, wire_format: WireFormat) -> Tensor:
 
 
 def decode(data: Tensor, wire_format: WireFormat, dtype: torch.dtype) -> Tensor:
-    """Bytes [n, H + 4] of `encode` -> rows [n, H]. A row in which a number was not finite is not finite as a whole."""
+    """Bytes [n, H + 4] of `encode` -> rows [n, H]. A row in which a number was not finite is not finite as a whole.
+
+    Numbers that float32 does not reach count as not finite. The largest that it has comes back as no more than that.
+    """
     numbers = data[:, :-_SCALE_BYTES].contiguous()
     values = numbers.view(torch.int8 if wire_format == "int8" else torch.float8_e4m3fn).float()
     scale = data[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).flatten().view(torch.float32)[:, None]
-    return torch.where(scale.isfinite(), values * scale, torch.nan).to(dtype)
+    largest = torch.finfo(torch.float32).max  # which a scale that was rounded up takes to infinity
+    return torch.where(scale.isfinite(), (values * scale).clamp(-largest, largest), torch.nan).to(dtype)
 
 
 def wire_error(rows: Tensor, wire_format: WireFormat) -> float:
-    """The relative L2 error of rows [n, H] that travel in a format; 0.0 of "float"."""
+    """The relative L2 error of rows [n, H] that travel in a format; 0.0 of "float".
+
+    Raises:
+        InvalidInputError: another format, or rows that are no floating-point [n, H].
+    """
+    check_wire_format(wire_format, False, "wire_error")
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise invalid_input(
+            "wire_error",
+            got=f"rows {list(rows.shape)} of {rows.dtype}",
+            needs="floating-point rows [n, H]",
+            fix="Pass what a dispatcher is given; flatten other dimensions.",
+        )
     if wire_format == "float" or not rows.numel():
         return 0.0
     there = decode(encode(rows, wire_format), wire_format, torch.float32).double()
