@@ -25,6 +25,7 @@ from moestro.cli import app
 from moestro.cli import chat as command
 from moestro.cli.screen import read
 from moestro.errors import InvalidInputError
+from moestro.hf import MoestroConfig
 from moestro.hf.generate import Sampling, encode, generate
 from moestro.hf.text_model import bundled_folder, load_text_model
 from moestro.serve.partners import LocalModel, Usage
@@ -77,6 +78,23 @@ def expected(text_model: Any, *said: str, system: str | None = None, new_tokens:
 
 
 GREEDY = ("--no-do-sample", "--max-new-tokens", "12")
+
+
+def test_within_a_memory_budget(folder: Path, text_model: Any) -> None:
+    result = chat(str(folder), *GREEDY, "--memory", "2MB", says="def a\n/stats\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{expected(text_model, 'def a')}\n"
+    held, read = result.stderr.splitlines()[-2:]
+    assert held.startswith("experts in 2.0 MB of ")
+    assert re.search(r"lookups hit, .+ read, [\d.]+ s waited for$", read)
+
+
+def test_earlier_turns_leave_room_for_slots_that_are_not_filled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moestro.serve.partners.available_bytes", lambda: 10_000_000)
+    for memory, budget in (("2MB", 4_000_000), (None, 5_000_000)):
+        model = load_text_model(folder, format=MoestroConfig(memory=memory))
+        with closing(LocalModel(model, Sampling())) as partner:
+            assert budget <= partner._engine.prefixes.budget < budget + 100_000
 
 
 @pytest.mark.usefixtures("loaded")
@@ -463,6 +481,9 @@ def test_an_endpoint_that_fails(endpoint: tuple[str, Served], status: int, event
         (("--url", "http://127.0.0.1:1"), "http://127.0.0.1:1/v1 ("),
         (("model", "--url", "http://127.0.0.1:1"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--dtype", "float32"), "--url with a model to load"),
+        (("--url", "http://127.0.0.1:1", "--memory", "8GB"), "--url with a model to load"),
+        (("--url", "http://127.0.0.1:1", "--format", "mxfp4"), "--url with a model to load"),
+        (("--url", "http://127.0.0.1:1", "--projections"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--do-sample"), "--do-sample with --url"),
         (("--model", "m"), "without --url"),
         (("--temperature", "-1"), "temperature=-1.0"),

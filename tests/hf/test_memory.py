@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import moestro
 from hf.checkpoints import FAMILIES, logits
-from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
+from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.formats import FORMATS
 from moestro.hf import MoestroConfig, served
 from moestro.hf.memory import expert_memory, hits_line, memory_line
@@ -161,6 +161,7 @@ def test_from_pretrained(made):
     assert_same(model, steps(moestro.load(folder)), "from_pretrained")
     assert expert_memory(model).budget == config.memory
     assert "memory" not in config.to_dict()
+    assert MoestroConfig() == MoestroConfig() != MoestroConfig(memory=config.memory) != MoestroConfig("mxfp4")
 
 
 def test_a_live_run_hits_as_its_own_replay(made):
@@ -269,8 +270,6 @@ def test_what_cannot_be_done_within_a_budget(made, tmp_path):
         for forced in ({"implementation": "reference"}, {"strategy": "all_experts"}):
             with moestro.use(**forced), pytest.raises(UnsupportedError, match="routed to"):
                 model(FOUR)
-        with pytest.raises((MoestroError, torch._dynamo.exc.TorchDynamoException), match="memory budget"):
-            torch.compile(model, fullgraph=True)(FOUR)
     whole = moestro.load(folder)
     assert torch.equal(logits(model), logits(whole))
     model.save_pretrained(tmp_path / "saved")

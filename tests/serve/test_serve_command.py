@@ -72,6 +72,22 @@ def test_it_is_killed_and_starts_again_and_ends() -> None:
         assert second.stderr.read() == ""
 
 
+def test_experts_within_a_budget_are_told_of() -> None:
+    with process("--port", "0", "--memory", "2MB", "--prefetch", "--verbose") as (running, endpoint, lines):
+        assert "experts bfloat16, read as needed" in lines
+        line = r"experts in 2\.0 MB of .+: \d+ slots, policy expected, .+ beside the experts, "
+        assert running.stdout is not None
+        assert re.match(line, running.stdout.readline())
+        assert endpoint.post("/v1/completions", {"prompt": "a", "max_tokens": 4})[0] == 200
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+        assert running.stderr is not None
+        *told, last = running.stderr.read().splitlines()
+    hits = r"generation [\d.]+% of [\d,]+ lookups hit, .+ read, [\d.]+ s waited for"
+    assert re.fullmatch(hits, last)
+    assert [bool(re.fullmatch(f"experts so far: {hits}", line)) for line in sorted(told)] == [False, True]
+
+
 def test_a_second_signal_ends_at_once(endpoint: Endpoint) -> None:
     """However long the grace, and with a request that runs."""
     service = Service(endpoint.service.text_model, endpoint.service.engine, "small", Limits(grace=600))
@@ -108,6 +124,11 @@ def test_a_port_that_is_taken() -> None:
         ["--port", "0", "/no/such/folder"],
         ["--port", "0", "--dtype", "int8"],
         ["--port", "0", "--format", "no-such"],
+        ["--port", "0", "--memory", "much"],
+        ["--port", "0", "--memory", "1kB"],
+        ["--port", "0", "--prefetch"],
+        ["--port", "0", "--memory", "1GB", "--format", "mxfp4"],
+        ["--port", "0", "--memory", "1GB", "--strategy", "all_experts"],
     ],
     ids=" ".join,
 )

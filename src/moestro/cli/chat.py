@@ -15,6 +15,7 @@ from moestro.cli import options
 from moestro.cli.prompts import read_text
 from moestro.cli.refusal import refusals
 from moestro.cli.screen import note, read, show_all, view_of
+from moestro.cli.sizes import memory_budget
 from moestro.errors import MoestroError, invalid_input
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def chat(
     format: options.Format = None,
     input_format: options.InputFormat = "float",
     projections: options.Projections = False,
+    memory: options.Memory = None,
+    prefetch: options.Prefetch = False,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
 ) -> None:
@@ -64,7 +67,8 @@ def chat(
         sampling = Sampling(
             max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ())
         )
-        how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
+        budget = memory_budget("chat", memory, prefetch)
+        how = MoestroConfig(format, input_format=input_format, projections=projections, memory=budget)  # type: ignore[arg-type]
         source = Source(model, template, system, (dtype, device, strategy), how)
         with quiet_transformers(progress=sys.stderr.isatty()):
             partner = endpoint(source, url, name, api_key, sampling) if url else local(source, name, api_key, sampling)
@@ -167,6 +171,8 @@ class Session:
     def run(self) -> None:
         """Until the user leaves."""
         if self.interactive:
+            for line in self.partner.experts()[:1]:
+                note(line)
             note(f"{self.partner.name}. /help lists commands; Ctrl-D leaves.")
         left = False
         while not left:
@@ -298,6 +304,8 @@ def _stats(session: Session, rest: str) -> bool:
     note(f"{session.partner.name}: {totals.answers} answers, {totals.new_tokens} tokens{speed}")
     if session.last is not None:
         note(f"the last: {summary(session.last, session.partner.context)}")
+    for line in session.partner.experts():
+        note(line)
     return False
 
 

@@ -10,12 +10,12 @@ import typer
 
 from moestro.cli import options
 from moestro.cli.refusal import refusals
-from moestro.cli.sizes import parse_bytes
+from moestro.cli.sizes import memory_budget, parse_bytes
 from moestro.errors import invalid_input, unsupported
 
 if TYPE_CHECKING:
     from moestro.hf.text_model import TextModel
-    from moestro.serve.service import Service
+    from moestro.serve.service import Limits, Service
 
 OPERATION = "serve"
 _LONGEST_GRACE = 86400
@@ -42,6 +42,8 @@ def serve(
     format: options.Format = None,
     input_format: options.InputFormat = "float",
     projections: options.Projections = False,
+    memory: options.Memory = None,
+    prefetch: options.Prefetch = False,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell each request on stderr.")] = False,
@@ -53,34 +55,49 @@ def serve(
     """
     with refusals():
         _check_installed()
-        from moestro.hf import MoestroConfig
-        from moestro.hf.text_model import load_text_model, quiet_transformers
+        from moestro.hf.text_model import quiet_transformers
         from moestro.serve.engine import Engine
         from moestro.serve.metrics import Loads, Metrics
         from moestro.serve.server import Server, listen
-        from moestro.serve.service import Limits, Service
+        from moestro.serve.service import Service
 
         keys = read_keys(api_key)
-        _check_grace(grace)
-        limits = Limits(parse_bytes(OPERATION, "--max-body", max_body), max_new_tokens=max_new_tokens, grace=grace)
+        limits = _limits(max_body, max_new_tokens, grace)
         prefix_bytes = parse_bytes(OPERATION, "--prefix-memory", prefix_memory)
         kv_bytes = None if kv_memory is None else parse_bytes(OPERATION, "--kv-memory", kv_memory)
         with listen(host, port) as address:
-            with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
-                how = MoestroConfig(format, input_format=input_format, projections=projections)  # type: ignore[arg-type]
-                text_model = load_text_model(model, dtype, device, strategy, None, how)
+            budget = memory_budget(OPERATION, memory, prefetch)
+            how = {"input_format": input_format, "projections": projections, "memory": budget}
+            text_model = _load(model, (dtype, device, strategy), format, how)
             loads = Loads(text_model.model.get_submodule(layer.path) for layer in text_model.served)
             with quiet_transformers(), loads.watched():
                 engine = Engine(text_model, batch, max_waiting, prefix_bytes, kv_bytes)
                 service = Service(text_model, engine, name or _name(text_model), limits, Metrics(loads))
                 server = Server(service, keys, verbose)
                 address.listen()  # from here on clients are heard, and answered once the server runs
-                typer.echo("\n".join(_said(service, address.getsockname(), keys)))
-                sys.stdout.flush()
+                print("\n".join(_said(service, address.getsockname(), keys)), flush=True)
                 server.run(sockets=[address])
         if server.force_exit:
             raise typer.Exit(1)  # the engine's thread ends with the process
         service.close()
+        _say_reads(text_model)
+
+
+def _load(model: str | None, place: tuple[str, str, str], format: str | None, options: dict[str, Any]) -> TextModel:
+    """The model; `place` is dtype, device and strategy, and `options` are others of `MoestroConfig`."""
+    from moestro.hf import MoestroConfig
+    from moestro.hf.text_model import load_text_model, quiet_transformers
+
+    with quiet_transformers(progress=model is not None and sys.stderr.isatty()):
+        return load_text_model(model, *place, None, MoestroConfig(format, **options))
+
+
+def _say_reads(text_model: TextModel) -> None:
+    """What was read of experts, where they are within a budget."""
+    from moestro.hf.memory import hits_line
+
+    if (line := hits_line(text_model.model)) is not None:
+        typer.secho(line, err=True, dim=True)
 
 
 def _check_installed() -> None:
@@ -99,10 +116,13 @@ def _check_installed() -> None:
         ) from None
 
 
-def _check_grace(grace: float) -> None:
+def _limits(max_body: str, max_new_tokens: int, grace: float) -> Limits:
+    from moestro.serve.service import Limits
+
     if grace > _LONGEST_GRACE:
         needs = f"seconds from 0 to {_LONGEST_GRACE}, a day"
         raise invalid_input(OPERATION, got=f"--grace {grace:g}", needs=needs, fix="Change it.")
+    return Limits(parse_bytes(OPERATION, "--max-body", max_body), max_new_tokens=max_new_tokens, grace=grace)
 
 
 def read_keys(given: str | None) -> list[str]:
@@ -128,7 +148,9 @@ def _name(text_model: TextModel) -> str:
 
 
 def _said(service: Service, address: Any, keys: list[str]) -> list[str]:
-    """Where it listens, what it serves by what, and how to ask it."""
+    """Where it listens, what it serves by what, how to ask it, and what a memory budget holds."""
+    from moestro.hf.memory import memory_line
+
     host, port = address[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     served, dtype = service.text_model.served, str(service.text_model.model.dtype).removeprefix("torch.")
@@ -140,6 +162,8 @@ def _said(service: Service, address: Any, keys: list[str]) -> list[str]:
         f"curl {url}/v1/completions{header} -H 'Content-Type: application/json' "
         """-d '{"prompt": "def fibonacci(n):", "max_tokens": 32}'""",
     ]
+    if (held := memory_line(service.text_model.model)) is not None:
+        lines.append(held)
     if service.engine.reused is not None:
         lines.append(f"No prompt reuses what an earlier one began with: that needs {service.engine.reused}.")
     if not keys and host not in ("127.0.0.1", "::1"):

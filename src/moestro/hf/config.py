@@ -66,6 +66,9 @@ class MoestroConfig(QuantizationConfigMixin):
         self.projections = projections
         self.memory = None if memory is None else MemoryBudget.of(memory)
 
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if isinstance(other, MoestroConfig) else NotImplemented
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """As every quantisation config; of a config.json, which does not say how a run computes."""

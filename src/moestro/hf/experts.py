@@ -21,7 +21,8 @@ from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.activation import recognise
 from moestro.hf.layout import K_CONTIGUOUS, SETTLING, make_k_contiguous, separate_state
 from moestro.hf.store import Projection, Projections, stored_weights
-from moestro.memory import waves
+from moestro.memory import library
+from moestro.memory.library import TracedWeights
 from moestro.memory.waves import MemoryWeights
 from moestro.moe import Dispatcher
 from moestro.ops.expert_mlp import run
@@ -213,7 +214,11 @@ def serve(
 
 
 def apply(
-    hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, weights: ExpertWeights, strategy: str
+    hidden_states: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    weights: ExpertWeights | TracedWeights,
+    strategy: str,
 ) -> Tensor:
     """`expert_mlp` for a model's own router: ids beyond the experts are empty slots, dtypes are aligned."""
     return run_rows(hidden_states, model_routing(expert_ids, routing_weights), weights, strategy)
@@ -244,14 +249,14 @@ class Spread(str):
         return self.dispatcher.combine(run(here, local, weights, str(self)), handle)
 
 
-def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) -> Tensor:
+def run_rows(hidden_states: Tensor, routing: Routing, weights: ExpertWeights | TracedWeights, strategy: str) -> Tensor:
     """Run the primitive on hidden_states [..., H] in the wider dtype of the two, and return that of hidden_states."""
     rows = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
-    form = weights.gate_up.format
+    form = weights.format if isinstance(weights, TracedWeights) else weights.gate_up.format
     if form.is_dense and form.storage != rows.dtype:
         rows = rows.to(torch.promote_types(rows.dtype, form.storage))
-    if isinstance(weights, MemoryWeights):
-        y = waves.run(rows, routing, weights, strategy)
+    if isinstance(weights, MemoryWeights | TracedWeights):
+        y = library.call(rows, routing, weights, strategy)
     elif isinstance(strategy, Spread):
         y = strategy.run(rows, routing, weights)
     else:

@@ -134,7 +134,8 @@ class MoestroQuantizer(HfQuantizer):
             holder = model.get_submodule(stored.path)
             store = self._store(stored, holder)
             store.residency, store.warns, first = residency, first, False
-            store.memory = None if memory is None else memory.layers[number]
+            if memory is not None:
+                store.keep_within(memory.layers[number])
             store.set_input_format(self.quantization_config.input_format, "load")
             device = _device_of(model, layer)
             holder.add_module(STORE, store if device.type == "cpu" else store.to(device))

@@ -284,7 +284,9 @@ class CutExperts:
 
     @property
     def weights(self) -> ExpertWeights:
-        return self._now.weights(self.holder)
+        found = self._now.weights(self.holder)
+        assert isinstance(found, ExpertWeights)  # experts that are cut are within no memory budget
+        return found
 
     @property
     def dispatcher(self) -> Dispatcher:

@@ -18,10 +18,12 @@ from moestro.checkpoint import Checkpoint
 from moestro.errors import MoestroError, unsupported
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.hf.residency import Residency
+from moestro.memory import library
 from moestro.memory.experts import LayerMemory
+from moestro.memory.library import TracedWeights
 from moestro.memory.waves import MemoryWeights
 from moestro.types import Activation, InputFormat
-from moestro.weights import ExpertWeights, check_input_format
+from moestro.weights import ExpertWeights, OutputNorm, check_input_format
 
 STORE = "moestro_store"
 """The name of the sub-module that holds a layer's stored experts."""
@@ -179,6 +181,7 @@ class ExpertStore(nn.Module):
         self.stored, self.mapped = stored, mapped
         self.residency: Residency | None = None
         self.memory: LayerMemory | None = None
+        self._handle: Tensor | None = None
         self.warns = self.cut = False
         self.input_format: InputFormat = "float"
         self.tensors = {name: tensors[name] for recipe in stored.recipes for name in recipe.names}
@@ -201,26 +204,48 @@ class ExpertStore(nn.Module):
         check_input_format(input_format, (self.gate_up.format, self.down.format), operation)
         self.input_format, self._weights = input_format, None
 
-    def weights(self, holder: Any) -> ExpertWeights:
+    def keep_within(self, memory: LayerMemory) -> None:
+        """Leave the experts in their files, and have those of a budget's slots from here."""
+        self.memory, self._handle = memory, library.register(self)
+
+    def weights(self, holder: Any) -> ExpertWeights | TracedWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
-        if self.memory is not None:
-            if torch.compiler.is_compiling():
-                raise not_within_memory("torch.compile", "a model whose experts are mapped, or in memory")
-        elif self.residency is not None and self.mapped and not torch.compiler.is_compiling():
-            self.residency.turn_to(self.tensors)
-        projections, known = self.stored.projections, self._weights
-        first, second = (getattr(holder, f"{projection.name}_bias", None) for projection in projections.both)
+        compiling = torch.compiler.is_compiling()
+        first, second = (getattr(holder, f"{each.name}_bias", None) for each in self.stored.projections.both)
         norm = getattr(holder, "post_expert_norm", None)
+        if self._handle is not None:
+            if compiling:
+                return TracedWeights(self._handle, self.gate_up.format, first, second, norm)
+            return self.weights_with(first, second, norm)
+        if self.residency is not None and self.mapped and not compiling:
+            self.residency.turn_to(self.tensors)
+        known = self._weights
         if (
             known is None
             or known.gate_up_bias is not first
             or known.down_bias is not second
             or known.output_norm is not norm
         ):
-            stored = (self.gate_up, self.down, first, second)
-            known = ExpertWeights(*stored, projections.activation, norm, self.input_format)
-            self._weights = known = known if self.memory is None else MemoryWeights.of(known, self.memory)
+            self._weights = known = self._made(first, second, norm)
         return known
+
+    def weights_with(self, first: Tensor | None, second: Tensor | None, norm: OutputNorm | None) -> MemoryWeights:
+        """The experts within a budget, with these biases of gate_up and of down and this norm."""
+        known = self._weights
+        if (
+            not isinstance(known, MemoryWeights)
+            or known.output_norm is not norm
+            or not _is_same(known.gate_up_bias, first)
+            or not _is_same(known.down_bias, second)
+        ):
+            assert self.memory is not None  # others are not asked
+            made = self._made(first, second, norm)
+            self._weights = known = MemoryWeights.of(made, self.memory, self._handle)
+        return known
+
+    def _made(self, first: Tensor | None, second: Tensor | None, norm: OutputNorm | None) -> ExpertWeights:
+        stored = self.gate_up, self.down, first, second
+        return ExpertWeights(*stored, self.stored.projections.activation, norm, self.input_format)
 
     def train(self, mode: bool = True) -> ExpertStore:
         """As every module; warns once a model that experts are not trained."""
@@ -302,6 +327,18 @@ class ExpertStore(nn.Module):
         return f"num_experts={e}, hidden_size={k}, {self.layout}"
 
 
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both are nothing, or the same numbers in memory."""
+    if one is None or other is None or one is other:
+        return one is other
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
 def find_in_state(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Load hook of a model: hand each store the tensors that stand under the checkpoint's names."""
     for path, module in model.named_modules():
@@ -311,7 +348,7 @@ def find_in_state(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
                     state_dict[f"{prefix}{path}.{name}"] = state_dict.pop(prefix + name)
 
 
-def stored_weights(holder: nn.Module) -> ExpertWeights | None:
+def stored_weights(holder: nn.Module) -> ExpertWeights | TracedWeights | None:
     """The experts of a module that keeps them as a checkpoint stores them; None if they are its parameters."""
     store = holder._modules.get(STORE)
     return store.weights(holder) if isinstance(store, ExpertStore) else None

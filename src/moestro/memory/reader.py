@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moestro.errors import MoestroError, invalid_input, unsupported
+from moestro.errors import InvalidInputError, MoestroError, invalid_input, unsupported
 from moestro.ops import native
 
 OPERATION = "memory"
@@ -21,6 +21,10 @@ _OTHER = "another file in its place, or a file that was written to or cut"
 
 Identity = tuple[int, int, int, int]
 """Of a file: device, inode, size in bytes, and when it was written to in nanoseconds."""
+
+
+class ReadError(InvalidInputError):
+    """Experts that cannot be read from their file."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Ticket:
         """Return once all of it has been read.
 
         Raises:
-            InvalidInputError: the file was cut, written to, replaced or removed, or the system cannot read it; it names
-                the file and what was to be read.
+            ReadError: the file was cut, written to, replaced or removed, or the system cannot read it; it names the
+                file and what was to be read.
         """
         outcome, error, file, offset = self._reader.engine.wait(self._number)
         if outcome != "done":
@@ -187,9 +191,10 @@ class Reader:
         return self._changed(path, reasons[outcome], name)
 
     def _changed(self, path: Path, what: str, name: str) -> MoestroError:
-        return invalid_input(
+        error = invalid_input(
             OPERATION,
             got=f"{path}: {what}, on reading {name}",
             needs="the file as it was when the model was loaded",
             fix="Put the file back, or check its disk, and load the model again.",
         )
+        return ReadError(str(error))

@@ -38,14 +38,16 @@ class MemoryWeights(ExpertWeights):
 
     Attributes:
         layer: the layer's part of the model's memory.
+        handle: by which a graph finds them, if one can; see `moestro.memory.library`.
     """
 
     layer: LayerMemory | None = None
+    handle: Tensor | None = None
 
     @classmethod
-    def of(cls, weights: ExpertWeights, layer: LayerMemory) -> MemoryWeights:
+    def of(cls, weights: ExpertWeights, layer: LayerMemory, handle: Tensor | None = None) -> MemoryWeights:
         """The same experts, of this layer."""
-        return cls(**{**vars(weights), "layer": layer})
+        return cls(**{**vars(weights), "layer": layer, "handle": handle})
 
     @property
     def note(self) -> str:
@@ -58,11 +60,11 @@ def run(x: Tensor, routing: Routing, weights: MemoryWeights, strategy: str = "au
 
     Raises:
         InvalidInputError: a file that is not what it was when the model was loaded.
-        UnsupportedError: a tensor that requires a gradient, a graph that is traced, another device than the CPU, a
-            process that was forked, or an implementation or strategy that reads every expert where it is stored.
+        UnsupportedError: a tensor that requires a gradient, another device than the CPU, a process that was forked, or
+            an implementation or strategy that reads every expert where it is stored.
     """
     assert weights.layer is not None
-    _check(x, routing, weights)
+    check_rows(x, routing, weights)
     weights.layer.memory.reader.check_process()  # before the lock, which another thread of its parent may have had
     with torch.no_grad(), weights.layer.memory.lock:
         prepared = dispatch.prepare(EXPERT_MLP, x, routing, weights, strategy)
@@ -175,7 +177,8 @@ def renamed(routing: Routing, wave: Wave, num_experts: int) -> Routing:
     return Routing.unchecked(named, routing.routing_weights, routing.weight_on)
 
 
-def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+def check_rows(x: Tensor, routing: Routing, weights: Any) -> None:
+    """Refuse rows on another device, and a gradient of them, of the routing weights or of the biases of `weights`."""
     if not x.is_cpu:
         raise _refused(f"rows on {x.device.type}", "rows on the CPU", "Leave the model on the CPU.")
     if torch.is_grad_enabled():

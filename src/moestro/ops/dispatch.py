@@ -281,7 +281,7 @@ def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], r
         _OBSERVERS.reset(token)
 
 
-def _leave_to_python(function: Callable[..., Any]) -> None:
+def leave_to_python(function: Callable[..., Any]) -> None:
     """Keep torch.compile, where it has left a call to Python, from compiling this frame and those below it.
 
     That is what `torch.compiler.disable` does, which costs a microsecond a call and loads the compiler at import.
@@ -291,4 +291,4 @@ def _leave_to_python(function: Callable[..., Any]) -> None:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-_leave_to_python(call)
+leave_to_python(call)

@@ -9,6 +9,7 @@ from typing import Any
 
 from moestro.hf.models import first_sentence
 from moestro.hf.text_stream import TextStream
+from moestro.memory.reader import ReadError
 from moestro.serve.engine import Ticket
 from moestro.serve.problem import ApiError, answered, as_told
 from moestro.serve.readers import Reader
@@ -176,7 +177,11 @@ def _problem(ended: Ended) -> ApiError:
         return answered(503, got="a request that was cancelled", fix="Send it again.", code="cancelled")
     if isinstance(ended.error, GrammarError):
         return as_told(ended.error)
-    got = f"an error of the model, {type(ended.error).__name__}"  # what it says may hold paths, and is not for clients
+    # What an error says may hold paths, and is not for clients.
+    if isinstance(ended.error, ReadError):
+        got = "experts that could not be read from the model's files"
+    else:
+        got = f"an error of the model, {type(ended.error).__name__}"
     return answered(500, got=got, fix="Look at the server's messages.", code="failed")
 
 

@@ -29,7 +29,7 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for path, endpoint in PATHS.items():
         app.add_api_route(path, _route(service, endpoint), methods=["POST"])
-    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/health", _health(service), methods=["GET"])
     app.add_api_route("/metrics", _metrics(service), methods=["GET"])
     app.add_api_route("/v1/models", _models(service), methods=["GET"])
     app.add_api_route("/load_model", _load_model(service), methods=["POST"])
@@ -67,8 +67,11 @@ def _no_constant(name: str) -> None:
     raise refused(None, got=f"a body with {name}", needs="JSON, which has none", fix="Leave it out.")
 
 
-async def _health() -> JSONResponse:
-    return JSONResponse({"status": "ok"})
+def _health(service: Service) -> Callable[[], Awaitable[JSONResponse]]:
+    async def health() -> JSONResponse:
+        return JSONResponse(service.health())
+
+    return health
 
 
 def _metrics(service: Service) -> Callable[[], Awaitable[Response]]:

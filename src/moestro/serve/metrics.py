@@ -13,6 +13,8 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from moestro.hf.memory import expert_memory
+from moestro.memory.experts import ExpertMemory
 from moestro.ops.dispatch import Prepared, observed
 from moestro.ops.expert_mlp import EXPERT_MLP
 from moestro.serve.engine import Engine
@@ -102,8 +104,11 @@ class Metrics:
         self._seconds = 1.0
 
     def watch(self, engine: Engine) -> None:
-        """Tell of this engine too."""
+        """Tell of this engine too, and of its experts where they are within a memory budget."""
         self.registry.register(_OfEngine(engine, self.loads))
+        memory = expert_memory(engine.text_model.model)
+        if memory is not None:
+            self.registry.register(_OfMemory(memory))
 
     def ended(self, ended: Ended) -> None:
         """A request has ended."""
@@ -163,6 +168,42 @@ class _OfEngine:
         }
         for name, (said, value) in counters.items():
             yield CounterMetricFamily(f"moestro_{name}", said, value)
+
+
+class _OfMemory:
+    """What is read from the slots of a memory budget when somebody asks."""
+
+    def __init__(self, memory: ExpertMemory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterator[Metric]:
+        told = self._memory.statistics()
+        yield GaugeMetricFamily("moestro_expert_slot_bytes", "Memory that experts are read into.", told["slot_bytes"])
+        of_phase = (
+            (GaugeMetricFamily, "hit_rate", "Experts that were there, of those that were looked for."),
+            (CounterMetricFamily, "lookups", "Experts that were looked for."),
+            (CounterMetricFamily, "hits", "Experts that were there."),
+        )
+        for family, name, said in of_phase:
+            found = family(f"moestro_expert_{name}", said, labels=["phase"])
+            for phase in ("prompt", "decode"):
+                found.add_metric([phase], told[phase][name])
+            yield found
+        read = "Bytes of experts that were read from files."
+        yield CounterMetricFamily("moestro_expert_read_bytes", read, told["bytes_from_files"])
+        waited = "Seconds that computing waited for reads."
+        yield CounterMetricFamily("moestro_expert_read_wait_seconds", waited, told["seconds_waiting"])
+
+
+def experts_told(memory: ExpertMemory) -> dict[str, float]:
+    """The same in short, for a probe: of prompts and decoding together."""
+    told = memory.statistics()
+    lookups, hits = (told["prompt"][name] + told["decode"][name] for name in ("lookups", "hits"))
+    return {
+        "hit_rate": hits / lookups if lookups else 0.0,
+        "read_bytes": told["bytes_from_files"],
+        "seconds_waiting": told["seconds_waiting"],
+    }
 
 
 def resident_bytes() -> int | None:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError, invalid_input, unsupported
 from moestro.hf.generate import Sampling, configure, encode
+from moestro.hf.memory import expert_memory, hits_line, memory_line
 from moestro.hf.models import first_sentence
 from moestro.hf.text_model import TextModel
 from moestro.hf.text_stream import TextStream
@@ -57,6 +58,9 @@ class Partner(Protocol):
     def answer(self, messages: Sequence[Message], usage: Usage) -> Iterator[Piece]:
         """The pieces of an answer as they come. When they end, or are left, `usage` says what they took."""
 
+    def experts(self) -> list[str]:
+        """Two lines of experts within a memory budget: what it holds, and what was read. None of others."""
+
     def close(self) -> None:
         """End what runs."""
 
@@ -73,7 +77,9 @@ class LocalModel:
         self.name, self.context = text_model.name, text_model.context
         self._text_model, self._sampling = text_model, sampling
         self._answers = 0
-        self._engine = Engine(text_model, prefix_bytes=available_bytes() // 2)
+        memory = expert_memory(text_model.model)
+        slots = 0 if memory is None else memory.slot_bytes  # which the system gives as they are filled
+        self._engine = Engine(text_model, prefix_bytes=max(0, available_bytes() - slots) // 2)
 
     def answer(self, messages: Sequence[Message], usage: Usage) -> Iterator[Piece]:
         """See `Partner`.
@@ -104,6 +110,10 @@ class LocalModel:
             raise error
         if error is not None:
             raise _failed(self.name, error) from error
+
+    def experts(self) -> list[str]:
+        lines = memory_line(self._text_model.model), hits_line(self._text_model.model)
+        return [line for line in lines if line is not None]
 
     def close(self) -> None:
         self._engine.close()
@@ -223,6 +233,9 @@ class Endpoint:
             usage.new_seconds = max(0.0, latest - usage.first_seconds)
             if stream is not None:
                 stream.close()
+
+    def experts(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         self._client.close()

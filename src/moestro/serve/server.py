@@ -108,9 +108,10 @@ class Server(uvicorn.Server):
         self._service = service
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by the app
         if verbose:
-            access = logging.getLogger("uvicorn.access")
-            access.setLevel(logging.INFO)
-            access.addHandler(logging.StreamHandler())
+            for name in ("uvicorn.access", "moestro.serve"):
+                logger = logging.getLogger(name)
+                logger.setLevel(logging.INFO)
+                logger.addHandler(logging.StreamHandler())
 
     def stop(self) -> None:
         """Take no more requests and end, from any thread."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from moestro.errors import InvalidInputError, MoestroError
+from moestro.hf.memory import expert_memory, hits_line
 from moestro.hf.text_model import TextModel
 from moestro.serve.answer import Answer
 from moestro.serve.engine import Engine
 from moestro.serve.fields import Asked
 from moestro.serve.grammar import JsonGrammar, JsonGrammars
-from moestro.serve.metrics import Metrics
+from moestro.serve.metrics import Metrics, experts_told
 from moestro.serve.problem import as_told, refused
 from moestro.serve.request import BusyError, Ended, Request
 from moestro.serve.sampling import DEFAULT_NEW_TOKENS, configure
 from moestro.serve.upstream import GenerationState, Modality, ModelManager
+
+_logger = logging.getLogger("moestro.serve")
 
 MEGABYTE = 1 << 20
 
@@ -50,6 +54,7 @@ class Service:
 
     Attributes:
         stopping: no request is taken any more.
+        memory: what has the experts, where they are within a budget.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Service:
         self.metrics.watch(engine)
         self.created = int(time.time())
         self.stopping = False
+        self.memory = expert_memory(text_model.model)
         self._answers: set[Answer] = set()
 
     def begin(self, asked: Asked, prompt_ids: tuple[int, ...], answer: Answer) -> None:
@@ -121,6 +127,13 @@ class Service:
     def _ended(self, answer: Answer, ended: Ended) -> None:
         self._answers.discard(answer)
         self.metrics.ended(ended)
+        if self.memory is not None and _logger.isEnabledFor(logging.INFO):
+            _logger.info("experts so far: %s", hits_line(self.text_model.model))
+
+    def health(self) -> dict[str, object]:
+        """What a probe is told: that requests are answered, and what was read of experts within a memory budget."""
+        status: dict[str, object] = {"status": "ok"}
+        return status if self.memory is None else {**status, "experts": experts_told(self.memory)}
 
     def cancel_all(self) -> None:
         """End all requests."""

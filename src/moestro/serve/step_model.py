@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from moestro.errors import UnsupportedError, unsupported
+from moestro.errors import MoestroError, UnsupportedError, unsupported
 from moestro.hf.models import first_sentence
+from moestro.memory.reader import ReadError
 from moestro.serve import batch
 from moestro.serve.cache import RequestCache, new_cache
 from moestro.serve.request import OPERATION
@@ -40,6 +41,7 @@ class StepModel:
 
     Raises:
         UnsupportedError: a model with a cache of another kind, or one that cannot take several requests in a step.
+        MoestroError: what the model's expert layers refuse.
     """
 
     def __init__(self, model: Any, several: bool = False) -> None:
@@ -78,6 +80,8 @@ class StepModel:
     def _why_not_reused(self) -> str | None:
         try:
             cache, _ = self._computed(_TRIALS[0])
+        except MoestroError:
+            raise
         except _REFUSALS as error:
             raise unsupported(
                 OPERATION,
@@ -109,6 +113,8 @@ class StepModel:
             for trial in _TRIALS:
                 try:
                     differences = self._differences(trial, gather)
+                except ReadError:
+                    raise
                 except _REFUSALS as error:
                     why = first_sentence(error)
                     break
