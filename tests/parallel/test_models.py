@@ -70,6 +70,22 @@ def test_three_processes_do_not_divide_the_experts(group, made):
     assert sum(kept for _, kept, _ in found) == expected[1]
 
 
+@pytest.mark.parametrize("like", FAMILIES[:5])
+@pytest.mark.parametrize(("world", "ep", "tp"), [(4, 2, 1), (4, 2, 2), (8, 8, 1), (8, 2, 2)])
+def test_four_and_eight_processes(group, made, like, world, ep, tp):
+    """Copies along dp, experts and slices; blocks of 128 are not cut."""
+    folder, tp = made.folder(like), 1 if like == "deepseek-v3" else tp
+    same(group(world).run(models.loaded, folder, ep, tp), models.loaded(folder, 0, 0), share=ep * tp)
+
+
+def test_four_processes_by_the_way_of_transformers(group, made):
+    """Of the others it would cut 2 heads of keys over 4 processes."""
+    folder = made.folder("gpt-oss-20b")
+    expected = models.loaded(folder, 0, 0)
+    for name in NAMES:
+        same(group(4).run(models.of_transformers, folder, {"tp_size": 4, "ep_size": 4}, name), expected, share=4)
+
+
 @pytest.mark.parametrize("form", ["int4-g32", "int8", "mxfp4", "fp8-e4m3-b128", "nvfp4"])
 def test_experts_quantised_while_they_are_read(group, made, form):
     folder = made.wide()
