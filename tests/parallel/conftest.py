@@ -7,9 +7,12 @@ import pytest
 from parallel.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def group():
-    """Maps a number of ranks to a group of them, which all tests of this size use."""
+    """Maps a number of ranks to a group of them, which all tests of this size use. They end with this folder's tests.
+
+    Threads of gloo poll while they wait, which other tests would pay for.
+    """
     kept: dict[int, Ranks] = {}
 
     def of(world: int) -> Ranks:
