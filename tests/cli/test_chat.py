@@ -335,10 +335,12 @@ class Terminal:
 
 
 def _own_terminal() -> None:
-    """So that Ctrl-C, typed there, reaches the process as a signal."""
+    """So that Ctrl-C, typed there, reaches the process as a signal, also where its parent ignores it."""
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
