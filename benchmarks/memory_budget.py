@@ -22,7 +22,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -199,8 +199,8 @@ def plan(folder: Path) -> dict[str, Any]:
     return dict(generated(folder, 1, "--memory", whole)["memory"])
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All cases."""
+def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All cases; `save` is given what there is after each."""
     folder, tokens = arguments.folder, arguments.tokens
     sizes = plan(folder)
     print(json.dumps({name: sizes[name] for name in ("expert_bytes", "cycle_bytes", "least_bytes")}), flush=True)
@@ -211,7 +211,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     def keep(case: Case) -> Case:
         print(asdict(case), flush=True)
         cases.append(case)
+        save(report())
         return case
+
+    def report() -> dict[str, Any]:
+        known = {name: value for name, value in sizes.items() if name != "layers"}
+        return {"sizes": known, "disk": median(rates), "rows": cases}
 
     whole = str(sizes["expert_bytes"])
     for _ in range(arguments.rounds):
@@ -232,7 +237,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if arguments.llama_server:
                 with taken(ballast):
                     keep(by_llama(f"{name}: llama-server", arguments, tokens))
-    return {"sizes": {k: v for k, v in sizes.items() if k != "layers"}, "disk": median(rates), "rows": cases}
+    return report()
 
 
 def table(found: dict[str, Any]) -> str:
@@ -282,21 +287,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     Path("/proc/self/oom_score_adj").write_text("500")  # of all, what is measured is to go first
-    found = run(arguments)
     about = {**machine.describe(), "device": "cpu"}
     date = datetime.datetime.now(datetime.UTC)
-    report = {
-        "command": " ".join(["python benchmarks/memory_budget.py", *sys.argv[1:]]),
-        "date": date.isoformat(timespec="seconds"),
-        "versions": versions(),
-        **found,
-        "rows": [asdict(case) for case in found["rows"]],
-    }
+    command = " ".join(["python benchmarks/memory_budget.py", *sys.argv[1:]])
     target = RESULTS / f"{date:%Y-%m-%d}-memory-{arguments.folder.name}"
-    target.with_suffix(".json").write_text(json.dumps({"machine": about, **report}, indent=1) + "\n")
-    page = f"{machine_line(about)}\n`{report['command']}`, medians.\n\n{table(found)}\n"
-    target.with_suffix(".md").write_text(f"# Experts of {arguments.folder.name} within a memory budget\n\n{page}")
-    print(page)
+    beside = {"machine": about, "command": command, "date": date.isoformat(timespec="seconds"), "versions": versions()}
+
+    def page(found: dict[str, Any]) -> str:
+        return f"{machine_line(about)}\n`{command}`, medians.\n\n{table(found)}\n"
+
+    def save(found: dict[str, Any]) -> None:
+        report = {**beside, **found, "rows": [asdict(case) for case in found["rows"]]}
+        target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        title = f"# Experts of {arguments.folder.name} within a memory budget"
+        target.with_suffix(".md").write_text(f"{title}\n\n{page(found)}")
+
+    print(page(run(arguments, save)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -15,21 +16,10 @@ from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.hf import routers
 from moestro.hf.memory import expert_memory, hits_line, memory_line
 from moestro.memory import MemoryBudget, slots
-from moestro.memory.prefetch import Gain
 from moestro.memory.reader import Reader, Ticket
+from reading_ahead import Always
 
 LIKE = ["gpt-oss-20b", "deepseek-v3", "qwen3-30b-a3b-fp8", "olmoe", "dbrx", "llama4-scout"]
-
-
-class Always(Gain):
-    """On in every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.on = True
-
-    def end(self):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -104,15 +94,26 @@ def test_a_read_that_fails_early_is_an_error_once_it_is_needed(made, monkeypatch
     assert failing
 
 
-def test_a_model_may_go_while_it_reads(made):
-    """Threads write to its slots until they have ended."""
-    for _ in range(6):
-        model, memory = prefetching(made.folder("qwen3-30b-a3b"), budgets(made.folder("qwen3-30b-a3b"))[-2])
-        with torch.no_grad():
-            model(torch.tensor([[1]]))
-        memory.reader._kept.append(nn.Identity())
-        del model, memory
-        gc.collect()
+def test_a_reader_ends_its_threads_before_the_slots_go(made, monkeypatch):
+    folder, order, end = made.folder("qwen3-30b-a3b"), [], Reader.__del__
+    model, memory = prefetching(folder, budgets(folder)[-2])
+    reader, rooms = memory.reader, {id(room) for pool in memory.pools for room in pool.memory}
+    assert {id(room) for kept in reader._kept for room in kept} == rooms
+    with torch.no_grad():
+        model(torch.tensor([[1]]))
+    del model, memory
+    gc.collect()
+
+    def end_and_tell(reader):
+        end(reader)
+        order.append("threads")
+
+    monkeypatch.setattr(Reader, "__del__", end_and_tell)
+    for kept in reader._kept:
+        for room in kept:
+            weakref.finalize(room, order.append, "slots")
+    del kept, room, reader
+    assert order == ["threads"] + ["slots"] * len(rooms)
 
 
 def test_what_is_said(made):

@@ -37,8 +37,10 @@ class Gain:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.on, self.gain = False, None  # type: bool, float | None
-        self._clock, self._start = clock, None  # type: Callable[[], float], float | None
+        self.on = False
+        self.gain: float | None = None
+        self._clock = clock
+        self._start: float | None = None
         self._seconds: list[float] = []
         self._rest = 0
 
@@ -58,7 +60,7 @@ class Gain:
         seconds, self._start = self._clock() - self._start, None
         if self._rest:
             self._rest -= 1
-            self.on = self.on if self._rest else False
+            self.on = self.on and not self.compares
             return
         self._seconds.append(seconds)
         if len(self._seconds) == BLOCK * BLOCKS:
