@@ -66,6 +66,11 @@ class ExpertWeights:
                 raise invalid_input(
                     "ExpertWeights", got=f"{name} {list(bias.shape)}", needs=f"{list(shape)}", fix="One row per expert."
                 )
+        self.check_devices()
+        check_input_format(self.input_format, (self.gate_up.format, self.down.format), "ExpertWeights")
+
+    def check_devices(self) -> None:
+        """Refuse tensors on several devices."""
         devices = {t.device for t in self.tensors}
         if len(devices) > 1:
             raise invalid_input(
@@ -74,7 +79,6 @@ class ExpertWeights:
                 needs="one device",
                 fix="Move the layer with .to(device).",
             )
-        check_input_format(self.input_format, (self.gate_up.format, self.down.format), "ExpertWeights")
 
     @classmethod
     def from_dense(
@@ -126,6 +130,11 @@ class ExpertWeights:
     @property
     def num_experts(self) -> int:
         return self.gate_up.num_experts
+
+    @property
+    def planned_experts(self) -> int:
+        """How many experts a call is planned for: E, or of slots that hold some of a layer's, those of the layer."""
+        return self.num_experts
 
     @property
     def hidden_size(self) -> int:
@@ -206,7 +215,8 @@ def _words(weights: ExpertWeights, tensors: Sequence[Tensor]) -> tuple[Any, ...]
         return None
     layouts = tuple((s.format.name, isinstance(s, SplitTensor), s.shape) for s in stored)
     biases = weights.gate_up_bias is not None, weights.down_bias is not None
-    return layouts, biases, weights.activation.code, weights.output_norm is not None, weights.input_format
+    more = weights.planned_experts, weights.output_norm is not None, weights.input_format
+    return layouts, biases, weights.activation.code, *more
 
 
 _ORDINARY = {Tensor, torch.nn.Parameter}

@@ -7,6 +7,7 @@ tested here, where they meet: visits of several threads, and the threads that re
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import random
 import sys
@@ -19,9 +20,9 @@ import pytest
 import torch
 
 from moestro.errors import InvalidInputError
-from moestro.memory import LayerSize, MemoryBudget, Wave, experts, residents, slots
-from moestro.memory.experts import ExpertMemory, LayerPlan
-from moestro.memory.slots import SlotTensor, Source
+from moestro.memory import LayerSize, MemoryBudget, Visit, Wave, experts, residents, slots, turns
+from moestro.memory.tiers import LayerPlan, SlotTensor, Source
+from moestro.memory.warm import tiers_of
 
 NBYTES, LAYERS, EXPERTS, TOP_K = 32, 3, 8, 2
 NO_BIASES = SimpleNamespace(gate_up_bias=None, down_bias=None)
@@ -58,6 +59,10 @@ class LateReader:
         self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(threads)]
         for thread in self.threads:
             thread.start()
+
+    @property
+    def counts(self):
+        return {"bytes_from_files": sum(self.submitted.values()) * NBYTES}
 
     def keep(self, memory):
         self.kept = memory
@@ -111,8 +116,9 @@ class LateTicket:
         assert self.ended.wait(20)
 
 
-def made(reader, num_slots=5, policy="expected"):
-    plans = [
+def planned():
+    """The layers of the file that readers here have."""
+    return [
         LayerPlan(
             f"layer {layer}",
             LayerSize(EXPERTS, TOP_K, NBYTES),
@@ -122,23 +128,26 @@ def made(reader, num_slots=5, policy="expected"):
         )
         for layer in range(LAYERS)
     ]
-    memory = ExpertMemory(plans, MemoryBudget(num_slots * NBYTES, policy), reader)
+
+
+def made(reader, num_slots=5, policy="expected"):
+    memory = tiers_of(planned(), MemoryBudget(num_slots * NBYTES, policy), reader)
     for pool in memory.pools:
         pool.weights = lambda like: None
     return memory
 
 
 def there(layer, slot):
-    address = layer.pool.runs(layer.plan.sources, 0, slot)[0].address
-    return ctypes.string_at(address, NBYTES)
+    return ctypes.string_at(layer.pool.rooms(slot)[0].data_ptr(), NBYTES)
 
 
 def compute(memory, index, counts, last=None):
     """A visit as a layer makes it; raises what reads raise, and AssertionError where a slot has another expert."""
     layer = memory.layers[index]
     found = []
-    for wave in layer.in_turn(memory.residents.visit(index, counts, last), NO_BIASES, nothing):
-        for expert, slot in zip(wave.experts, wave.slots, strict=True):
+    waves = memory.residents.visit(index, counts, last)
+    for turn in layer.in_turn(Visit(index, counts, last), waves, NO_BIASES, nothing):
+        for expert, slot in zip(turn.wave.experts, turn.wave.slots, strict=True):
             assert there(layer, slot) == content(index, expert), (index, expert)
             found.append(expert)
     assert sorted(found) == sorted(counts)
@@ -147,7 +156,8 @@ def compute(memory, index, counts, last=None):
 def prefetch(memory, index, predicted):
     """Experts that are read before a layer asks for them."""
     for expert, slot in memory.residents.prefetch(index, predicted):
-        list(memory.layers[index].in_turn([Wave((expert,), (slot,), ((expert, slot),))], NO_BIASES, nothing))
+        wave = Wave((expert,), (slot,), ((expert, slot),))
+        list(memory.layers[index].in_turn(Visit(index, {expert: 1}), [wave], NO_BIASES, nothing))
 
 
 def check(memory, reader):
@@ -224,7 +234,13 @@ def test_one_read_a_miss():
 
 def broken_off(memory, index, counts, last, at):
     """A visit that Ctrl-C ends at the n-th line of the bookkeeping; whether it came so far."""
-    files, line = {experts.__file__, residents.__file__, slots.__file__}, 0
+    files = {module.__file__ for module in (experts, residents, slots, turns)}
+    return broken_off_in(files, at, lambda: compute(memory, index, counts, last))
+
+
+def broken_off_in(files, at, visit):
+    """Call what Ctrl-C ends at the n-th line of these files; whether it came so far."""
+    line = 0
 
     def trace(frame, event, argument):
         nonlocal line
@@ -237,13 +253,15 @@ def broken_off(memory, index, counts, last, at):
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # or Ctrl-C comes to what an earlier visit left
     sys.settrace(trace)
     try:
-        compute(memory, index, counts, last)
+        visit()
     except KeyboardInterrupt:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 

@@ -50,6 +50,7 @@ def chat(
     projections: options.Projections = False,
     memory: options.Memory = None,
     prefetch: options.Prefetch = False,
+    device_memory: options.DeviceMemory = None,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
 ) -> None:
@@ -67,7 +68,7 @@ def chat(
         sampling = Sampling(
             max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ())
         )
-        budget = memory_budget("chat", memory, prefetch)
+        budget = memory_budget("chat", memory, prefetch, device_memory)
         how = MoestroConfig(format, input_format=input_format, projections=projections, memory=budget)  # type: ignore[arg-type]
         source = Source(model, template, system, (dtype, device, strategy), how)
         with quiet_transformers(progress=sys.stderr.isatty()):

@@ -56,6 +56,7 @@ def generate(
     projections: options.Projections = False,
     memory: options.Memory = None,
     prefetch: options.Prefetch = False,
+    device_memory: options.DeviceMemory = None,
     device: options.Device = "cpu",
     ep: Annotated[int, typer.Option(help="Under torchrun: ranks that the experts are spread over.")] = 1,
     tp: Annotated[int, typer.Option(help="Under torchrun: ranks that each expert is cut over.")] = 1,
@@ -81,7 +82,7 @@ def generate(
         requests = _requests([text.text for text in texts], sampling, system, chat)
         place, prints = _place(device, ep, tp, batch)
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
-            budget = memory_budget("generate", memory, prefetch)
+            budget = memory_budget("generate", memory, prefetch, device_memory)
             how = _how(format, input_format=input_format, projections=projections, memory=budget)
             text_model = load_text_model(model, dtype, place, strategy, partial(_check_all, requests), how)
             for request in requests:

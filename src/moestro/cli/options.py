@@ -20,5 +20,6 @@ InputFormat = Annotated[str, typer.Option(help="Of what meets the experts: float
 Projections = Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")]
 Memory = Annotated[str | None, typer.Option(help="Bytes for all experts, as 8GB; the others are read as needed.")]
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="With --memory: read what the next layer will ask for.")]
+DeviceMemory = Annotated[str | None, typer.Option(help="With --memory and a GPU: bytes of it for experts.")]
 Device = Annotated[str, typer.Option(help="A torch device.")]
 Strategy = Annotated[str, typer.Option(help="auto, grouped, blockwise, selective or all_experts.")]

@@ -44,6 +44,7 @@ def serve(
     projections: options.Projections = False,
     memory: options.Memory = None,
     prefetch: options.Prefetch = False,
+    device_memory: options.DeviceMemory = None,
     device: options.Device = "cpu",
     strategy: options.Strategy = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell each request on stderr.")] = False,
@@ -66,9 +67,8 @@ def serve(
         prefix_bytes = parse_bytes(OPERATION, "--prefix-memory", prefix_memory)
         kv_bytes = None if kv_memory is None else parse_bytes(OPERATION, "--kv-memory", kv_memory)
         with listen(host, port) as address:
-            budget = memory_budget(OPERATION, memory, prefetch)
-            how = {"input_format": input_format, "projections": projections, "memory": budget}
-            text_model = _load(model, (dtype, device, strategy), format, how)
+            how = {"memory": memory_budget(OPERATION, memory, prefetch, device_memory), "projections": projections}
+            text_model = _load(model, (dtype, device, strategy), format, {**how, "input_format": input_format})
             loads = Loads(text_model.model.get_submodule(layer.path) for layer in text_model.served)
             with quiet_transformers(), loads.watched():
                 engine = Engine(text_model, batch, max_waiting, prefix_bytes, kv_bytes)

@@ -13,17 +13,19 @@ if TYPE_CHECKING:
 __all__ = ["memory_budget", "parse_bytes"]
 
 
-def memory_budget(operation: str, memory: str | None, prefetch: bool) -> MemoryBudget | None:
-    """What --memory and --prefetch say together; None without a budget."""
-    from moestro.memory import MemoryBudget
+def memory_budget(operation: str, memory: str | None, prefetch: bool, device_memory: str | None) -> MemoryBudget | None:
+    """What --memory, --prefetch and --device-memory say together; None without a budget."""
+    from moestro.memory import DeviceMemory, MemoryBudget
 
     if memory is None:
-        if prefetch:
+        given = [name for name, value in (("prefetch", prefetch), ("device-memory", device_memory)) if value]
+        if given:
             raise invalid_input(
                 operation,
-                got="--prefetch without --memory",
+                got=f"--{given[0]} without --memory",
                 needs="a budget: without one every expert is mapped",
                 fix="Add --memory, as in --memory 8GB.",
             )
         return None
-    return MemoryBudget(MemoryBudget.of(memory).nbytes, prefetch=prefetch)
+    own = None if device_memory is None else DeviceMemory.of(device_memory)
+    return MemoryBudget(MemoryBudget.of(memory).nbytes, prefetch=prefetch, device_memory=own)

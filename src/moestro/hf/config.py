@@ -33,7 +33,7 @@ class MoestroConfig(QuantizationConfigMixin):
             with the format of those that match; the last that matches decides.
         rest: the quantisation config of the checkpoint's other layers, where they have one.
         input_format, projections: as for `moestro.load`: how this run computes, which is not saved.
-        memory: by name only; as for `moestro.load`.
+        memory, device_memory: by name only; as for `moestro.load`.
 
     Raises:
         InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
@@ -50,7 +50,7 @@ class MoestroConfig(QuantizationConfigMixin):
         projections: bool = False,
         **others: Any,
     ) -> None:
-        memory = others.pop("memory", None)
+        memory, device_memory = others.pop("memory", None), others.pop("device_memory", None)
         check_keys(others, "MoestroConfig")
         _check_form(format, overrides, rest)
         check_input_format(input_format, (), "MoestroConfig")
@@ -64,7 +64,7 @@ class MoestroConfig(QuantizationConfigMixin):
         self.rest = None if rest is None else dict(rest)
         self.input_format = input_format
         self.projections = projections
-        self.memory = None if memory is None else MemoryBudget.of(memory)
+        self.memory = None if memory is device_memory is None else MemoryBudget.of(memory, device_memory)
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if isinstance(other, MoestroConfig) else NotImplemented

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import invalid_input
 from moestro.hf.config import MoestroConfig
-from moestro.hf.memory import check_place
+from moestro.hf.memory import placed
 from moestro.hf.models import explained, find_device, find_model, fitting, read_config
 from moestro.hf.sharding import cut_over
 from moestro.hf.sources import model_class, take_quantization
-from moestro.memory.budget import MemoryBudget
+from moestro.memory.budget import DeviceMemory, MemoryBudget
 from moestro.types import InputFormat
 
 OPERATION = "load"
@@ -27,6 +27,7 @@ class Memory(TypedDict, total=False):
     """What `load` takes by name only."""
 
     memory: int | str | MemoryBudget | None
+    device_memory: int | str | DeviceMemory | None
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,10 +61,10 @@ def load(
             experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
             fp8-e4m3-*. It is not saved. None for what `format` says, else "float".
         projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
-            while no gradient is asked for; `moestro.ops.projection` chooses by the number of rows. It is not saved.
-            None for what `format` says, else False.
+            while no gradient is asked for. It is not saved. None for what `format` says, else False.
         memory: bytes that all experts together may take, a number or "8GB", or a `moestro.memory.MemoryBudget`; others
             are read from their files as they are needed. None maps the files.
+        device_memory: beside it, of a GPU that computes: a number, "6GB" or a `moestro.memory.DeviceMemory`.
 
     Returns:
         The model in eval mode. Its state dict holds the experts as stored, and save_pretrained writes them so.
@@ -77,7 +78,7 @@ def load(
         CollectiveError: ranks of the mesh that load something else, or that do not come.
     """
     wanted = _asked(format, {"input_format": input_format, "projections": projections, **memory})
-    mesh, place = _destination(device, wanted.memory is not None)
+    mesh, place = _destination(device, wanted)
     _check_dtype(dtype)
     source = find_model(path_or_id, OPERATION)
     found = open_checkpoint(Path(source)) if Path(source).is_dir() else None  # first, for it finds what is damaged
@@ -95,20 +96,20 @@ def load(
 
 
 def _destination(
-    device: torch.device | str | DeviceMesh | None, stays: bool
+    device: torch.device | str | DeviceMesh | None, wanted: MoestroConfig
 ) -> tuple[DeviceMesh | None, torch.device | None]:
-    """The mesh, if it is one, and where the model goes; None where nobody says. One that stays is on the CPU."""
+    """The mesh, if it is one, and where the model goes; None where nobody says. A budget is told."""
     mesh = device if isinstance(device, DeviceMesh) else None
     named = device.device_type if isinstance(device, DeviceMesh) else device
     place = None if named is None else find_device(named, OPERATION)
-    if stays and mesh is None:
-        check_place(place)
+    if wanted.memory is not None and mesh is None:
+        wanted.memory, place = placed(wanted.memory, place)
     return mesh, place
 
 
 def _asked(format: str | MoestroConfig | None, options: dict[str, Any]) -> MoestroConfig:
     """All that was asked for, as one configuration of its own."""
-    if unknown := options.keys() - {"input_format", "projections", "memory"}:
+    if unknown := options.keys() - {"input_format", "projections", "memory", "device_memory"}:
         raise invalid_input(OPERATION, got=f"{min(unknown)}=", needs="an argument that there is", fix="See its page.")
     given = format if isinstance(format, MoestroConfig) else MoestroConfig(format)
     found = MoestroConfig(**vars(given) | {name: value for name, value in options.items() if value is not None})

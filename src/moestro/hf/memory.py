@@ -9,21 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moestro.checkpoint import Checkpoint
 from moestro.errors import MoestroError, unsupported
 from moestro.formats import StoredExperts, WeightFormat
-from moestro.hf.models import routed_experts_of
+from moestro.hf.models import find_device, routed_experts_of
 from moestro.hf.routers import router_of
-from moestro.hf.store import ExpertStore, Recipe, Stored, check_stays, not_within_memory
+from moestro.hf.store import ExpertStore, Recipe, Stored, not_within_memory
 from moestro.memory.amounts import shown_bytes
 from moestro.memory.budget import MemoryBudget
-from moestro.memory.experts import ExpertMemory, LayerPlan
+from moestro.memory.experts import ExpertMemory
 from moestro.memory.prefetch import Prefetcher
 from moestro.memory.reader import Reader
 from moestro.memory.sizes import LayerSize
-from moestro.memory.slots import SlotTensor, Source
+from moestro.memory.tiers import LayerPlan, SlotTensor, Source
+from moestro.memory.warm import tiers_of
 
 OPERATION = "load"
 WORTH_COLLECTING = 1 << 26
@@ -54,11 +56,18 @@ def memory_line(model: nn.Module) -> str | None:
 
 
 def check_memory(
-    layers: Sequence[Stored], targets: Mapping[str, WeightFormat], checkpoint: Checkpoint, cut: bool
+    budget: MemoryBudget,
+    layers: Sequence[Stored],
+    targets: Mapping[str, WeightFormat],
+    checkpoint: Checkpoint,
+    cut: bool,
 ) -> None:
     """Refuse experts that cannot be computed as their files have them, before any weight is read."""
     if cut:
         raise _refused("a mesh", "one process", "Leave device out, or load without memory=.")
+    if budget.device_memory is not None and budget.device_memory.device is None:
+        fix = 'Name it: DeviceMemory(..., device="cuda"), or load by moestro.load(device="cuda").'
+        raise _refused("device_memory= of no device", "the device that computes", fix)
     for recipe in (recipe for stored in layers for recipe in stored.recipes):
         wanted = targets[recipe.target]
         if wanted != recipe.format:
@@ -92,7 +101,7 @@ def plan_memory(
     used = {checkpoint.entry(name).file for _, stored in layers for r in stored.recipes for name in r.names}
     files = {path: reader.add(path, identities[path]) for path in checkpoint.files if path in used}
     top_k = routed_experts_of(model.config)
-    memory = ExpertMemory([_plan(name, stored, checkpoint, files, top_k) for name, stored in layers], budget, reader)
+    memory = tiers_of([_plan(name, stored, checkpoint, files, top_k) for name, stored in layers], budget, reader)
     if budget.prefetch:
         memory.prefetcher = _prefetcher(model, layers)
     _MADE.add(memory)
@@ -119,18 +128,19 @@ def keep_here(model: nn.Module) -> None:
             parts = path.split(".")[:-1]
             for depth in range(len(parts) + 1):
                 module = model.get_submodule(".".join(parts[:depth]))
-                module.__dict__["_apply"] = _Apply(module)
+                module.__dict__["_apply"] = _Apply(module, store)
 
 
 class _Apply:
     """A module's own `_apply`, by way of which `to` and its kin go, after a look at where they go."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: nn.Module, store: ExpertStore) -> None:
+        self._module, self._store = weakref.ref(module), weakref.ref(store)
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
-        check_stays(fn)
-        module = self._module()
+        module, store = self._module(), self._store()
+        if store is not None:
+            store.check_stays(fn)
         return None if module is None else type(module)._apply(module, fn, recurse)
 
     def __reduce__(self) -> str:
@@ -138,7 +148,9 @@ class _Apply:
 
 
 def check_place(device: Any) -> None:
-    """Refuse another device than the CPU: one, or a device_map that names one. What "auto" comes to shows later.
+    """Refuse another device than the CPU, which has no memory of the budget: one, or a device_map that names one.
+
+    What "auto" comes to shows later.
 
     Raises:
         UnsupportedError: so.
@@ -146,7 +158,28 @@ def check_place(device: Any) -> None:
     places = device.values() if isinstance(device, Mapping) else [device] if device not in (None, *_RULES) else []
     others = [place for place in places if str(place).partition(":")[0] != "cpu"]
     if others:
-        raise _refused(f"device {str(others[0])!r}", "the CPU, where its slots are", "Load without memory=.")
+        fix = 'Give it a part of its own, as in load(..., device="cuda", memory="20GB", device_memory="6GB").'
+        raise _refused(f"device {str(others[0])!r}", "the CPU, or device_memory= for slots there", fix)
+
+
+def placed(budget: MemoryBudget, place: torch.device | None) -> tuple[MemoryBudget, torch.device | None]:
+    """A budget whose part on a device says which, and where the model goes.
+
+    Raises:
+        UnsupportedError: a device that has no part of the budget, or another than the part's own; a part of the CPU's
+            memory that nobody named so.
+    """
+    own = budget.device_memory
+    if own is None:
+        check_place(place)
+        return budget, place
+    if own.device is None and (place is None or place.type == "cpu"):
+        needs = 'a device with memory of its own, as in load(..., device="cuda")'
+        raise _refused("device_memory= on the CPU", needs, "Leave device_memory out: there memory= is all.")
+    wanted = place if own.device is None else find_device(own.device, OPERATION)
+    if place is not None and torch.empty(0, device=place).device != torch.empty(0, device=wanted).device:
+        raise _refused(f"device {str(place)!r}", f"{wanted}, which device_memory names", "Name the same device twice.")
+    return replace(budget, device_memory=replace(own, device=str(wanted))), wanted
 
 
 def keep_in_memory(model: nn.Module) -> None:
@@ -234,5 +267,8 @@ def hits_line(model: nn.Module) -> str | None:
         for name, part in (("prompt", told["prompt"]), ("generation", told["decode"]))
         if part["lookups"]
     ]
+    if (host := told["host"]) is not None:
+        lookups, hits = (sum(host[phase][key] for phase in ("prompt", "decode")) for key in ("lookups", "hits"))
+        parts += [f"{hits / lookups:.1%} of {lookups:,} others were in host memory"] if lookups else []
     read = f"{shown_bytes(told['bytes_from_files'])} read, {told['seconds_waiting']:.1f} s waited for"
     return ", ".join([*parts, read])

@@ -88,7 +88,8 @@ class MoestroQuantizer(HfQuantizer):
         check_input_format(config.input_format, self._targets.values(), "load")
         if config.memory is not None:
             check_place(device_map)
-            check_memory([s for _, s in self._layers], self._targets, self._checkpoint, self._sharding is not None)
+            own = [stored for _, stored in self._layers]
+            check_memory(config.memory, own, self._targets, self._checkpoint, self._sharding is not None)
         if self._sharding is not None:
             _check_served(self._layers, model)
             self._sharding.agree([stored for _, stored in self._layers], self._targets)

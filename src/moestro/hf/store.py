@@ -157,12 +157,6 @@ def not_within_memory(operation: str, needs: str) -> MoestroError:
     return unsupported(operation, got="a model whose experts are within a memory budget", needs=needs, fix=fix)
 
 
-def check_stays(fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuse what `Module._apply` is given if it moves tensors away from the CPU."""
-    if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
-        raise not_within_memory("to", "the CPU, where its slots are")
-
-
 class ExpertStore(nn.Module):
     """Keeps one layer's stored experts: moves with the model, and appears in its state dict as in the checkpoint.
 
@@ -262,13 +256,21 @@ class ExpertStore(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStore:
         if self.memory is not None:
-            check_stays(fn)
+            self.check_stays(fn)
+            return self
         for name, tensor in self.tensors.items():
             device = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device)).device
             if device != tensor.device:
                 self._take(name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         self._build()
         return self
+
+    def check_stays(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse what `Module._apply` is given if it moves tensors elsewhere than to the slots of a budget."""
+        if self.memory is not None:
+            place = self.memory.memory.device
+            if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device not in (place, torch.device("cpu")):
+                raise not_within_memory("to", f"{_named(place)}, where its slots are")
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Put a tensor that is no view of a file in the place of one that was."""
@@ -325,6 +327,10 @@ class ExpertStore(nn.Module):
     def extra_repr(self) -> str:
         e, _, k = self.gate_up.shape
         return f"num_experts={e}, hidden_size={k}, {self.layout}"
+
+
+def _named(place: torch.device) -> str:
+    return "the CPU" if place.type == "cpu" else str(place)
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -1,6 +1,6 @@
 """Experts in less memory than they need: which stay, where each is, what a recorded run would have read."""
 
-from moestro.memory.budget import MemoryBudget
+from moestro.memory.budget import DeviceMemory, MemoryBudget
 from moestro.memory.policy import (
     POLICIES,
     Belady,
@@ -23,6 +23,7 @@ __all__ = [
     "POLICIES",
     "Belady",
     "Counts",
+    "DeviceMemory",
     "Expected",
     "LayerLfu",
     "LayerSize",

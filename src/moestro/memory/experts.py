@@ -1,81 +1,94 @@
-"""The experts of a model behind the slots of one budget: what is where, what is read, and what has happened."""
+"""The experts of a model behind the slots of one tier: what is where, what is asked of the tier below, and counts."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moestro.memory.amounts import shown_bytes
 from moestro.memory.budget import MemoryBudget
 from moestro.memory.policy import Visit, policy_named
-from moestro.memory.prefetch import Prefetcher
-from moestro.memory.reader import OPERATION, Reader, Ticket
+from moestro.memory.prefetch import Gain, Prefetcher
+from moestro.memory.reader import OPERATION
 from moestro.memory.residents import Counts, Residents, Wave
-from moestro.memory.sizes import LayerSize, total_bytes
-from moestro.memory.slots import Build, SlotPool, SlotTensor, Source, biases_of
+from moestro.memory.sizes import total_bytes
+from moestro.memory.slots import SlotPool, biases_of
+from moestro.memory.tiers import Arrival, Below, LayerPlan
+from moestro.memory.turns import Turn, Turns
 from moestro.weights import ExpertWeights
 
-
-@dataclass(frozen=True, eq=False)
-class LayerPlan:
-    """One layer, before there are slots.
-
-    Attributes:
-        name: the layer's, for errors.
-        size: how many experts, and what one takes; layers whose `pool_key` is equal share slots, so it says all of
-            `tensors`, and all that `build` depends on.
-        tensors: that make up an expert.
-        sources: where each of them is in the files.
-        build: makes the stored experts of a pool's stacks.
-    """
-
-    name: str
-    size: LayerSize
-    tensors: tuple[SlotTensor, ...]
-    sources: tuple[Source, ...]
-    build: Build
+_CPU = torch.device("cpu")
 
 
 class ExpertMemory:
-    """All experts of a model in the slots of a budget. One forward at a time: `lock` is held while a layer is computed.
+    """All experts of a model in the slots of a tier. One forward at a time: `lock` is held while a layer is computed.
 
     Args:
         layers: in execution order.
         budget: how much, which policy, and how many threads read.
-        reader: the one that has the files of the layers' sources.
+        below: the tier that experts come from.
+        device: whose memory the slots are, of the part of the budget that is its own; None for the host's.
 
     Attributes:
+        nbytes: that the slots may take.
         residents: which expert is in which slot.
         pools: the slots themselves.
-        seconds_waiting: for reads, of all forwards.
+        seconds_waiting: for the tier below, of all forwards.
         prefetcher: what predicts the experts of a next layer; None where nobody asked for it.
+        on_miss: what compares computing experts where they are with copying them; None where that is not compared.
 
     Raises:
         InvalidInputError: a budget below the least that works.
     """
 
-    def __init__(self, layers: Sequence[LayerPlan], budget: MemoryBudget, reader: Reader) -> None:
-        self.budget, self.reader = budget, reader
+    def __init__(
+        self, layers: Sequence[LayerPlan], budget: MemoryBudget, below: Below, device: torch.device | None = None
+    ) -> None:
+        own = budget.device_memory
+        self.budget, self.below, self.reader = budget, below, below.reader
+        self.nbytes = budget.nbytes if device is None or own is None else own.nbytes
+        self.device = device or _CPU
         sizes = [plan.size for plan in layers]
-        self.residents = Residents(sizes, budget.nbytes, policy_named(OPERATION, budget.policy))
+        self.residents = Residents(sizes, self.nbytes, policy_named(OPERATION, budget.policy))
         firsts = [layers[pool.layers[0]] for pool in self.residents.pools]
         self.pools = [
-            SlotPool(first.tensors, pool.slots, first.build)
+            SlotPool(first.tensors, pool.slots, first.build, self.device)
             for first, pool in zip(firsts, self.residents.pools, strict=True)
         ]
         for pool in self.pools:
-            reader.keep(pool.memory)
+            below.keep(pool.memory)
         self.layers = [LayerMemory(self, index, plan) for index, plan in enumerate(layers)]
         self.total_bytes = total_bytes(sizes)
         self.seconds_waiting = 0.0
         self.prefetcher: Prefetcher | None = None
+        self.on_miss = Gain() if device is not None and own is not None and own.on_miss == "auto" else None
+        self._always_below = device is not None and own is not None and own.on_miss == "compute"
         self.lock = threading.RLock()
+
+    @property
+    def computes_below(self) -> bool:
+        """Whether decoding computes experts that are not here where they are, in the step that goes on."""
+        return self._always_below or (self.on_miss is not None and self.on_miss.on)
+
+    def step_began(self, decodes: bool) -> None:
+        """A forward begins at its first layer."""
+        for gain in self._gains():
+            gain.begin(decodes)
+
+    def step_ended(self, layer: int) -> None:
+        """A layer has been computed; with the last of them the forward has ended."""
+        if layer == len(self.layers) - 1:
+            for gain in self._gains():
+                gain.end()
+
+    def _gains(self) -> list[Gain]:
+        ahead = None if self.prefetcher is None else self.prefetcher.gain
+        return [gain for gain in (ahead, self.on_miss) if gain is not None]
 
     @property
     def slot_bytes(self) -> int:
@@ -86,22 +99,22 @@ class ExpertMemory:
         """In one line what the budget holds."""
         residents = self.residents
         little = "" if self.slot_bytes >= residents.cycle else f", below the {shown_bytes(residents.cycle)} of a token"
-        how = "past the page cache" if self.reader.direct else "through the page cache"
         ahead = "" if self.prefetcher is None else f", {self.prefetcher}"
         return (
             f"experts in {shown_bytes(self.slot_bytes)} of {shown_bytes(self.total_bytes)}{little}:"
-            f" {residents.slots} slots, policy {self.budget.policy}, {self.budget.threads} threads read {how}{ahead}"
+            f" {residents.slots} slots, policy {self.budget.policy}, {self.below}{ahead}"
         )
 
     def statistics(self) -> dict[str, Any]:
-        """What has happened so far, as plain values: in all, and layer by layer."""
+        """What has happened so far, as plain values: in all, layer by layer, and in slots of the `host` below."""
         residents, counts = self.residents, self.reader.counts
         layers = [
             {"layer": layer.plan.name, "decode": _told(decode), "prompt": _told(prompt)}
             for layer, decode, prompt in zip(self.layers, residents.decode, residents.prompt, strict=True)
         ]
         return {
-            "budget_bytes": self.budget.nbytes,
+            "budget_bytes": self.nbytes,
+            "device": str(self.device),
             "slot_bytes": self.slot_bytes,
             "expert_bytes": self.total_bytes,
             "cycle_bytes": residents.cycle,
@@ -115,8 +128,17 @@ class ExpertMemory:
             "bytes_from_files": counts["bytes_from_files"],
             "seconds_waiting": self.seconds_waiting,
             "prefetch": self._prefetched(),
+            "on_miss": self._missed(),
+            "host": self.below.statistics(),
             "layers": layers,
         }
+
+    def _missed(self) -> dict[str, Any] | None:
+        own = self.budget.device_memory
+        if own is None:
+            return None
+        gain = None if self.on_miss is None else self.on_miss.gain
+        return {"asked": own.on_miss, "computes": self.computes_below, "gain": gain}
 
     def _prefetched(self) -> dict[str, Any] | None:
         if self.prefetcher is None:
@@ -147,17 +169,17 @@ class LayerMemory:
         """Of decoding and prompts."""
         return self.memory.residents.decode[self.index] + self.memory.residents.prompt[self.index]
 
-    def visit(self, visit: Visit, rows: Tensor) -> tuple[Sequence[Wave], Callable[[], None]]:
+    def visit(self, visit: Visit, rows: Tensor | None) -> tuple[Sequence[Wave], Callable[[], None]]:
         """What is computed in turn for rows [T, H], and what is to be done once its reads have been asked for."""
         memory = self.memory
         prefetcher, decodes = memory.prefetcher, visit.last is None
+        if self.index == 0:
+            memory.step_began(decodes)
         if prefetcher is not None:
-            if self.index == 0:
-                prefetcher.gain.begin(decodes)
             prefetcher.meet(self.index, visit.experts)
             self._meet(visit.experts)
         waves = memory.residents.visit(visit.layer, visit.experts, visit.last)
-        if prefetcher is None:
+        if prefetcher is None or rows is None:
             return waves, _nothing
         ahead = partial(self._ahead, prefetcher, rows) if decodes and prefetcher.gain.on else _nothing
         return self._late_ones_last(waves) if decodes else waves, ahead
@@ -181,8 +203,8 @@ class LayerMemory:
             return
         owner = memory.layers[layer]
         for expert, slot in memory.residents.prefetch(layer, experts):
-            ticket = owner._read(expert, slot, urgent=False)
-            owner.pool.coming[slot] = (layer, expert), ticket
+            arrivals = owner.ask(Visit(layer, {expert: 1}), {expert: slot}, urgent=False)
+            owner.pool.coming[slot] = (layer, expert), arrivals[expert]
 
     def _late_ones_last(self, waves: Sequence[Wave]) -> Sequence[Wave]:
         """Experts that are still being read early go with those that are read now."""
@@ -203,78 +225,31 @@ class LayerMemory:
         return coming is not None and not coming[1].has_ended
 
     def in_turn(
-        self, waves: Sequence[Wave], like: ExpertWeights, asked: Callable[[], None]
-    ) -> Generator[Wave, None, None]:
+        self,
+        visit: Visit,
+        waves: Sequence[Wave],
+        like: ExpertWeights | None,
+        asked: Callable[[], None],
+        below: bool = False,
+    ) -> Generator[Turn, None, None]:
         """Each wave once its experts are in their slots; what comes next is read while the caller computes.
 
-        A wave's reads begin as soon as no slot of theirs belongs to a wave that has not been computed.
-
         Args:
-            waves: of one visit.
-            like: the layer's experts, whose biases go with them.
+            visit: what was asked for, and its `waves`.
+            like, below: as for `Turns`.
             asked: called once all reads that can begin have been asked for.
-
-        Raises:
-            InvalidInputError: a file is not what it was; then no expert counts as there that is not.
         """
-        tickets: list[list[tuple[int, int, Ticket]]] = []
-        arrived = 0
-        try:
-            for number, wave in enumerate(waves):
-                while len(tickets) < len(waves) and self._may_begin(waves, number, len(tickets)):
-                    tickets.append(self._begin(waves[len(tickets)]))
-                if number == 0:
-                    asked()
-                self._finish(tickets[number], like)
-                arrived += 1
-                yield wave
-        finally:
-            for expert, slot, ticket in (each for begun in tickets[arrived:] for each in begun):
-                if self.pool.holds[slot] != (self.index, expert):
-                    ticket.settle()
-            if arrived < len(waves):
-                self._forget(waves[arrived:])
-            elif self.memory.prefetcher is not None and self.index == len(self.memory.layers) - 1:
-                self.memory.prefetcher.gain.end()
+        return Turns(self, visit, waves, like, below).each(asked)
 
-    def _may_begin(self, waves: Sequence[Wave], now: int, candidate: int) -> bool:
-        """Whether a wave's reads leave alone what is computed from now on before it."""
-        used = {slot for wave in waves[now:candidate] for slot in wave.slots}
-        return used.isdisjoint(slot for _, slot in waves[candidate].loads)
+    def ask(self, visit: Visit, slots: Mapping[int, int], urgent: bool) -> Mapping[int, Arrival]:
+        """Ask the tier below for experts of this layer, each for a slot."""
+        for slot in slots.values():
+            self.pool.empty(slot)
+        rooms = {expert: self.pool.rooms(slot) for expert, slot in slots.items()}
+        return self.memory.below.bring(visit, rooms, urgent)
 
-    def _begin(self, wave: Wave) -> list[tuple[int, int, Ticket]]:
-        """Ask for what is not in its slot."""
-        pool, begun = self.pool, []
-        for expert, slot in zip(wave.experts, wave.slots, strict=True):
-            if pool.holds[slot] != (self.index, expert):
-                key, ticket = pool.coming.pop(slot, (None, None))
-                if ticket is not None and key == (self.index, expert):
-                    ticket.hurry()
-                else:
-                    if ticket is not None:
-                        ticket.settle()
-                    ticket = self._read(expert, slot, urgent=True)
-                begun.append((expert, slot, ticket))
-        return begun
-
-    def _read(self, expert: int, slot: int, urgent: bool) -> Ticket:
-        """Ask for an expert."""
-        self.pool.empty(slot)
-        runs = self.pool.runs(self.plan.sources, expert, slot)
-        return self.memory.reader.submit(runs, f"expert {expert} of {self.plan.name}", urgent)
-
-    def _finish(self, begun: Sequence[tuple[int, int, Ticket]], like: ExpertWeights) -> None:
-        if not begun:
-            return
-        start = time.perf_counter()
-        for expert, slot, ticket in begun:
-            ticket.wait()
-            self.pool.set_bias(like, expert, slot)
-            self.pool.holds[slot] = (self.index, expert)
-            self.memory.residents.arrived(self.index, expert)
-        self.memory.seconds_waiting += time.perf_counter() - start
-
-    def _forget(self, waves: Sequence[Wave]) -> None:
+    def forget(self, waves: Sequence[Wave]) -> None:
+        """A visit broke off before these waves: what has not come is not there."""
         for wave in waves:
             for slot in wave.slots:
                 if slot in self.pool.coming:

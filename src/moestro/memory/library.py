@@ -17,7 +17,7 @@ from torch import Tensor
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat
 from moestro.memory.reader import OPERATION
-from moestro.memory.waves import MemoryWeights, check_rows, run
+from moestro.memory.waves import MemoryWeights, check_gradients, run
 from moestro.ops.dispatch import leave_to_python
 from moestro.types import Routing
 from moestro.weights import OutputNorm
@@ -96,7 +96,7 @@ def _traced(x: Tensor, routing: Routing, weights: MemoryWeights | TracedWeights,
             needs="none, for it is code that a graph cannot hold",
             fix="Keep the layer out of the graph (torch.compiler.disable).",
         )
-    check_rows(x, routing, weights)
+    check_gradients(x, routing, weights)
     out: Tensor = torch.ops.moestro.expert_mlp_within_memory(
         x,
         routing.expert_ids,

@@ -85,7 +85,7 @@ def cut(operation: str, layers: Sequence[LayerSize], budget: int) -> tuple[Pool,
         raise invalid_input(
             operation,
             got=f"a budget of {budget:,} bytes for the experts of {len(layers)} layers",
-            needs=f"at least one layer, and at least {least:,} bytes: one token's experts in a layer",
+            needs=f"at least {least:,} bytes: one token's experts in a layer" if layers else "at least one layer",
             fix=f"One token's experts in all layers are {cycle_bytes(layers):,} bytes; below that nearly all are read "
             "for every token.",
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moestro.formats import StoredExperts
-from moestro.memory.reader import Run, Ticket
+from moestro.memory.tiers import Arrival, Build, Copy, Rooms, SlotTensor
 from moestro.weights import ExpertWeights
 
 POISON = False
@@ -25,33 +24,11 @@ Key = tuple[int, int]
 """An expert: the number of its layer, and its own."""
 
 
-@dataclass(frozen=True)
-class SlotTensor:
-    """One of the tensors that make up an expert: its dtype, and its shape for one expert."""
+@dataclass(frozen=True, eq=False)
+class SlotWeights(ExpertWeights):
+    """Experts in slots. Calls are planned for all experts of the layer, so that bits do not depend on the slots."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the files have one of these tensors: (file, offset) of each expert's, or of the first in a stack."""
-
-    starts: tuple[tuple[int, int], ...]
-    nbytes: int
-
-    def run(self, expert: int, address: int) -> Run:
-        """What is read of an expert, and to which address."""
-        file, offset = self.starts[expert if len(self.starts) > 1 else 0]
-        return Run(file, offset + (0 if len(self.starts) > 1 else expert * self.nbytes), self.nbytes, address)
-
-
-Build = Callable[[Sequence[Tensor]], tuple[StoredExperts, StoredExperts]]
-"""gate_up and down over S slots, made of the stacks of a pool as views."""
+    planned_experts: int = 0
 
 
 class SlotPool:
@@ -61,13 +38,15 @@ class SlotPool:
         tensors: what a slot holds.
         holds: the expert that each slot has whole; None for one that is empty, or being read into.
         coming: what is being read into a slot before its layer asks for it.
+        copies: to and from slots, that the device may not have ended.
     """
 
-    def __init__(self, tensors: Sequence[SlotTensor], num_slots: int, build: Build) -> None:
-        self.tensors = tuple(tensors)
+    def __init__(self, tensors: Sequence[SlotTensor], num_slots: int, build: Build, device: torch.device) -> None:
+        self.tensors, self.device = tuple(tensors), device
         self.holds: list[Key | None] = [None] * num_slots
-        self.coming: dict[int, tuple[Key, Ticket]] = {}
-        self._bytes = [_room(tensor.nbytes, num_slots) for tensor in self.tensors]
+        self.coming: dict[int, tuple[Key, Arrival]] = {}
+        self.copies: dict[int, Copy] = {}
+        self._bytes = [_room(tensor.nbytes, num_slots, device) for tensor in self.tensors]
         stacks = [
             room.view(tensor.dtype).view(num_slots, *tensor.shape)
             for room, tensor in zip(self._bytes, self.tensors, strict=True)
@@ -95,13 +74,22 @@ class SlotPool:
         """Of the biases that slots have beside their experts."""
         return sum(bias.nbytes for bias in self._biases.values())
 
-    def runs(self, sources: Sequence[Source], expert: int, slot: int) -> list[Run]:
-        """What is read to have an expert in a slot."""
-        return [source.run(expert, room[slot].data_ptr()) for source, room in zip(sources, self._bytes, strict=True)]
+    def rooms(self, slot: int) -> Rooms:
+        """The bytes of a slot."""
+        return [room[slot] for room in self._bytes]
+
+    def use(self, slots: Iterable[int]) -> None:
+        """Have what is computed next wait for copies to these slots."""
+        if self.copies:
+            for slot in slots:
+                if (copy := self.copies.pop(slot, None)) is not None:
+                    copy.use()
 
     def empty(self, slot: int) -> None:
-        """What the slot holds is to be overwritten."""
+        """What the slot holds is to be overwritten, once nobody copies it any more."""
         self.holds[slot] = None
+        if (copy := self.copies.pop(slot, None)) is not None:
+            copy.settle()
         if POISON:
             for room in self._bytes:
                 room[slot].fill_(0xFF)
@@ -112,11 +100,12 @@ class SlotPool:
         """The experts in the slots as a value, with what else `like` has; its biases are to be put in by `set_bias`."""
         first, last = (None if b is None else self._bias(i, b) for i, b in enumerate(biases_of(like)))
         dtypes = tuple(None if b is None else b.dtype for b in (first, last))
-        key = (like.activation, like.output_norm, like.input_format, dtypes)
+        key = (like.activation, like.output_norm, like.input_format, like.num_experts, dtypes)
         found = self._weights.get(key)
         if found is None:
             stored = (*self._stored, first, last)
-            found = ExpertWeights(*stored, like.activation, like.output_norm, like.input_format)
+            rest = like.activation, like.output_norm, like.input_format
+            found = SlotWeights(*stored, *rest, planned_experts=like.num_experts)
             self._weights[key] = found
         return found
 
@@ -131,7 +120,9 @@ class SlotPool:
         found = self._biases.get(key)
         if found is None:
             with torch.inference_mode(False):
-                found = self._biases[key] = torch.zeros(self.num_slots, like.shape[1], dtype=like.dtype)
+                found = self._biases[key] = torch.zeros(
+                    self.num_slots, like.shape[1], dtype=like.dtype, device=self.device
+                )
         return found
 
 
@@ -141,8 +132,10 @@ def biases_of(weights: ExpertWeights) -> tuple[Tensor | None, Tensor | None]:
     return (None if first is None else first.detach()), (None if last is None else last.detach())
 
 
-def _room(nbytes: int, num_slots: int) -> Tensor:
-    """Bytes [S, nbytes] that nobody has touched: the system gives memory as slots are filled."""
-    mapping = mmap.mmap(-1, num_slots * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _room(nbytes: int, num_slots: int, device: torch.device) -> Tensor:
+    """Bytes [S, nbytes] that nobody has touched: the system gives memory of the host as slots are filled."""
     with torch.inference_mode(False):
+        if device.type != "cpu":
+            return torch.empty(num_slots, nbytes, dtype=torch.uint8, device=device)
+        mapping = mmap.mmap(-1, num_slots * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(mapping, dtype=torch.uint8).view(num_slots, nbytes)

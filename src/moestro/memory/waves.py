@@ -6,6 +6,7 @@ so bits are those of the same call on experts that are all in memory.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from moestro.memory.experts import LayerMemory
 from moestro.memory.policy import visit_of
 from moestro.memory.reader import OPERATION
 from moestro.memory.residents import Wave
+from moestro.memory.turns import Turn
 from moestro.ops import dispatch
 from moestro.ops.dispatch import InWaves, Prepared
 from moestro.ops.expert_mlp import EXPERT_MLP
@@ -49,6 +51,9 @@ class MemoryWeights(ExpertWeights):
         """The same experts, of this layer."""
         return cls(**{**vars(weights), "layer": layer, "handle": handle})
 
+    def check_devices(self) -> None:
+        """Nothing: what is computed with are slots, and the experts themselves are in files."""
+
     @property
     def note(self) -> str:
         """What `moestro.explain` adds."""
@@ -60,14 +65,18 @@ def run(x: Tensor, routing: Routing, weights: MemoryWeights, strategy: str = "au
 
     Raises:
         InvalidInputError: a file that is not what it was when the model was loaded.
-        UnsupportedError: a tensor that requires a gradient, another device than the CPU, a process that was forked, or
-            an implementation or strategy that reads every expert where it is stored.
+        UnsupportedError: a tensor that requires a gradient, another device than that of the slots, a process that was
+            forked, or an implementation or strategy that reads every expert where it is stored.
     """
     assert weights.layer is not None
-    check_rows(x, routing, weights)
+    if x.device != weights.layer.memory.device:
+        place = f"rows on {weights.layer.memory.device}, where its slots are"
+        raise _refused(f"rows on {x.device}", place, "Leave the model where it was loaded to.")
+    check_gradients(x, routing, weights)
     weights.layer.memory.reader.check_process()  # before the lock, which another thread of its parent may have had
     with torch.no_grad(), weights.layer.memory.lock:
-        prepared = dispatch.prepare(EXPERT_MLP, x, routing, weights, strategy)
+        like = weights if x.is_cpu else weights.layer.slots_of(weights)
+        prepared = dispatch.prepare(EXPERT_MLP, x, routing, like, strategy)
         _check_prepared(prepared)
         y = _compute(prepared, (x, routing, weights, strategy), weights.layer)
     dispatch.tell(EXPERT_MLP, prepared, (x, routing, weights, strategy), y)
@@ -76,48 +85,98 @@ def run(x: Tensor, routing: Routing, weights: MemoryWeights, strategy: str = "au
 
 def _compute(prepared: Prepared, arguments: tuple[Any, ...], layer: LayerMemory) -> Tensor:
     """By what was prepared for all experts, on slots."""
-    _, routing, weights, _ = arguments
+    x, routing, weights, strategy = arguments
     visit = visit_of(layer.index, routing.expert_ids.tolist(), weights.num_experts)
-    if not visit.experts:
-        y: Tensor = prepared.compute(*arguments)  # reads no expert
-        return y
-    waves, asked = layer.visit(visit, arguments[0])
     slots = layer.slots_of(weights)
-    with closing(layer.in_turn(waves, weights, asked)) as turns:
+    if not visit.experts:
+        like = weights if x.is_cpu else slots
+        y: Tensor = prepared.compute(x, routing, like, strategy)  # reads no expert
+        return y
+    waves, asked = layer.visit(visit, x)
+    below = prepared.in_waves is not None and visit.last is None and _computes_below(x, routing, weights, layer)
+    with closing(layer.in_turn(visit, waves, weights, asked, below)) as turns:
         if prepared.in_waves is None:
             return _walked(prepared, arguments, turns, slots)
         with use(implementation=prepared.implementation):
-            return _by_engine(arguments, turns, len(waves), slots)
+            return _by_engine(arguments, turns, below or len(waves) > 1, slots)
 
 
-def _by_engine(arguments: tuple[Any, ...], turns: Iterator[Wave], count: int, slots: ExpertWeights) -> Tensor:
+def _by_engine(arguments: tuple[Any, ...], turns: Iterator[Turn], in_parts: bool, slots: ExpertWeights) -> Tensor:
     """In one call, or in one for each wave that leaves its rows unsummed."""
     x, routing, weights, strategy = arguments
-    rows = torch.empty(routing.num_tokens, routing.top_k, x.shape[1], dtype=torch.float32) if count > 1 else None
     parts: InWaves | None = None
-    for wave in turns:
-        named = renamed(routing, wave, weights.num_experts)
+    rows: Tensor | None = None
+    for turn in turns:
+        named = renamed(routing, turn.wave, weights.num_experts)
         prepared = dispatch.prepare(EXPERT_MLP, x, named, slots, strategy)
-        if rows is None:
+        if not in_parts:
             y = prepared.compute(x, named, slots, strategy)
             continue
         parts = prepared.in_waves
         assert parts is not None  # the implementation is the one that had them for all experts
-        parts.rows(x, named, rows)
+        rows = parts.room(x, routing) if rows is None else rows
+        if turn.layer is weights.layer:
+            parts.rows(x, named, slots, rows)
+        else:
+            parts.put(x, named, _on_host(x, named, turn.layer.slots_of(weights)), rows)
     if rows is not None and parts is not None:
         y = parts.total(x, routing, rows, weights.num_experts)
     whole: Tensor = y
     return whole
 
 
-def _walked(prepared: Prepared, arguments: tuple[Any, ...], turns: Iterator[Wave], slots: ExpertWeights) -> Tensor:
+def _computes_below(x: Tensor, routing: Routing, weights: MemoryWeights, layer: LayerMemory) -> bool:
+    """Whether experts that the device lacks are computed where they are."""
+    memory = layer.memory
+    if not memory.computes_below:
+        return False
+    if _engine(x, routing, memory.below.layers[layer.index].slots_of(weights)) is not None:
+        return True
+    if memory.on_miss is not None:
+        return False
+    raise _refused(
+        'on_miss="compute"', "experts and rows that an engine of the CPU takes", 'Leave on_miss to "copy" or "auto".'
+    )
+
+
+def _on_host(x: Tensor, named: Routing, slots: ExpertWeights) -> Tensor:
+    """The row of each pair that names a slot of the host's memory, float32 [T, K, H], by the CPU's engine."""
+    own, routing = _moved(x, named)
+    with use(implementation=_engine(own, routing, slots)):
+        parts = dispatch.prepare(EXPERT_MLP, own, routing, slots, "auto").in_waves
+    assert parts is not None  # or it would not have been named
+    rows = parts.room(own, routing)
+    parts.rows(own, routing, slots, rows)
+    return rows
+
+
+def _moved(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    ids, routing_weights = routing.expert_ids.to("cpu"), routing.routing_weights.to("cpu")
+    return x.to("cpu"), Routing.unchecked(ids, routing_weights, routing.weight_on)
+
+
+def _engine(x: Tensor, routing: Routing, slots: ExpertWeights) -> str | None:
+    """The first implementation of the host that computes experts in slots in parts; None if there is none."""
+    found: str | None = _ENGINES.get(slots, {}).get(x.dtype, "")
+    if found == "":
+        own, named = _moved(x, routing)
+        prepared = (each.prepare(own, named, slots, "auto") for each in EXPERT_MLP.implementations)
+        names = (p.implementation for p in prepared if isinstance(p, Prepared) and p.in_waves is not None)
+        found = _ENGINES.setdefault(slots, {})[x.dtype] = next(names, None)
+    return found
+
+
+_ENGINES: weakref.WeakKeyDictionary[ExpertWeights, dict[torch.dtype, str | None]] = weakref.WeakKeyDictionary()
+
+
+def _walked(prepared: Prepared, arguments: tuple[Any, ...], turns: Iterator[Turn], slots: ExpertWeights) -> Tensor:
     """In plain PyTorch: the walk over all experts once for each wave, which computes the rows of its own."""
     x, routing, weights, strategy = arguments
     known = Rows(slots)
     fields = {name: getattr(weights, name) for name in ExpertWeights.__dataclass_fields__}
     stand_in = WaveWeights(**fields, rows_of=known)
-    for wave in turns:
-        known.turn_to(wave)
+    for turn in turns:
+        known.turn_to(turn.wave)
         y = prepared.compute(x, routing, stand_in, strategy)
     whole: Tensor = y
     return whole
@@ -128,6 +187,9 @@ class WaveWeights(ExpertWeights):
     """Experts whose rows are computed by `rows_of`, and not from their weights; see `plain.expert_rows`."""
 
     rows_of: Rows | None = None
+
+    def check_devices(self) -> None:
+        """As of `MemoryWeights`."""
 
 
 class Rows:
@@ -168,19 +230,18 @@ def renamed(routing: Routing, wave: Wave, num_experts: int) -> Routing:
     ids = routing.expert_ids
     slots = dict(zip(wave.experts, wave.slots, strict=True))
     if ids.numel() <= _FEW:
-        named = torch.tensor([[slots.get(e, EMPTY) for e in row] for row in ids.tolist()], dtype=ids.dtype)
-        named = named.view(ids.shape)
+        renumbered = [[slots.get(e, EMPTY) for e in row] for row in ids.tolist()]
+        named = torch.tensor(renumbered, dtype=ids.dtype, device=ids.device).view(ids.shape)
     else:
         table = torch.full((num_experts + 1,), EMPTY, dtype=ids.dtype)
         table[list(slots)] = torch.tensor(list(slots.values()), dtype=ids.dtype)
+        table = table.to(ids.device)
         named = table[torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)]
     return Routing.unchecked(named, routing.routing_weights, routing.weight_on)
 
 
-def check_rows(x: Tensor, routing: Routing, weights: Any) -> None:
-    """Refuse rows on another device, and a gradient of them, of the routing weights or of the biases of `weights`."""
-    if not x.is_cpu:
-        raise _refused(f"rows on {x.device.type}", "rows on the CPU", "Leave the model on the CPU.")
+def check_gradients(x: Tensor, routing: Routing, weights: Any) -> None:
+    """Refuse a gradient of rows, of the routing weights or of the biases of `weights`."""
     if torch.is_grad_enabled():
         biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
         if any(t.requires_grad for t in (x, routing.routing_weights, *biases)):

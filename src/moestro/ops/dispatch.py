@@ -48,11 +48,16 @@ class InWaves:
     """A prepared call of experts in parts, whose sums are those of one call.
 
     Attributes:
-        rows: of (x, routing, rows): writes the row of each pair that the routing names to rows, float32 [T, K, H].
-        total: of (x, routing, rows, num_experts): the sum of each token's slots, from the rows of all pairs.
+        room: of (x, routing): memory for the rows of all pairs, in a layout of its own.
+        rows: of (x, routing, weights, room): writes the row of each pair that the routing names.
+        put: of (x, routing, rows, room): the same of rows float32 [T, K, H] that were computed elsewhere, before their
+            routing weights on outputs.
+        total: of (x, routing, room, num_experts): the sum of each token's slots, from the rows of all pairs.
     """
 
+    room: Callable[..., Tensor]
     rows: Callable[..., None]
+    put: Callable[..., None]
     total: Callable[..., Any]
 
 

@@ -73,7 +73,14 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
 def _in_waves(handle: Any, threads: int) -> InWaves:
     """The same call, its rows by themselves and their sums by themselves."""
 
-    def rows(x: Tensor, routing: Routing, to: Tensor) -> None:
+    def room(x: Tensor, routing: Routing) -> Tensor:
+        return torch.empty(routing.num_tokens, routing.top_k, x.shape[1], dtype=torch.float32, device="cpu")
+
+    def put(x: Tensor, routing: Routing, rows: Tensor, to: Tensor) -> None:
+        named = routing.expert_ids >= 0
+        to[named] = rows[named]
+
+    def rows(x: Tensor, routing: Routing, weights: ExpertWeights, to: Tensor) -> None:
         ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         given = x if x.stride(1) == 1 else x.contiguous()
         addresses = given.data_ptr(), given.stride(0), ids.data_ptr(), w.data_ptr(), to.data_ptr()
@@ -88,7 +95,7 @@ def _in_waves(handle: Any, threads: int) -> InWaves:
         handle.sum(threads, x.shape[0], rows.data_ptr(), ids.data_ptr(), w.data_ptr(), out.data_ptr(), num_experts)
         return out
 
-    return InWaves(rows, total)
+    return InWaves(room, rows, put, total)
 
 
 def _refused(error: ValueError) -> UnsupportedError:

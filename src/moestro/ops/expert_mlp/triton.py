@@ -76,7 +76,9 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
         return work.uses()
 
     walk = name if every else how.strategy
-    return Prepared(gpu.IMPLEMENTATION, compute, walk, f"{by}; {how}" if by else str(how), kernels=kernels)
+    parts = None if every else _launches().in_waves(how, dtype)
+    why = f"{by}; {how}" if by else str(how)
+    return Prepared(gpu.IMPLEMENTATION, compute, walk, why, kernels=kernels, in_waves=parts)
 
 
 def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
@@ -187,7 +189,7 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
     return Problem(
         routing.num_tokens,
         routing.top_k,
-        weights.num_experts,
+        weights.planned_experts,
         weights.hidden_size,
         weights.intermediate_size,
         2 if weights.activation.gated else 1,

@@ -15,7 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moestro.formats import PackedTensor, StoredExperts
-from moestro.ops import triton_rows
+from moestro.ops import gpu, triton_rows
+from moestro.ops.dispatch import InWaves
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_work import Work
@@ -53,15 +54,55 @@ def prepared(how: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
     return compute
 
 
+def in_waves(how: Plan, dtype: torch.dtype) -> InWaves:
+    """The same plan in parts: pieces of pairs by themselves, and their sums by themselves."""
+
+    def room(x: Tensor, routing: Routing) -> Tensor:
+        size, kind = _pieces(x, routing, how)
+        return torch.empty(size, dtype=kind, device=x.device).view(how.splits, -1, x.shape[1])
+
+    def rows(x: Tensor, routing: Routing, weights: ExpertWeights, to: Tensor) -> None:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
+        with gpu.on(x):
+            launches = work(x, routing, weights, how, dtype)
+            spaces = [torch.empty(size, dtype=kind, device=x.device) for size, kind in launches.spaces]
+            spaces[1] = to
+            launches.rows((x, ids, routing_weights), spaces)
+
+    def put(x: Tensor, routing: Routing, rows: Tensor, to: Tensor) -> None:
+        named = (routing.expert_ids >= 0).flatten()
+        given = rows.to(x.device)
+        if routing.weight_on == "output":
+            given = given * routing.routing_weights[..., None]
+        to[:, named] = 0
+        to[0, named] = given.flatten(0, 1)[named].to(to.dtype)
+
+    def total(x: Tensor, routing: Routing, pieces: Tensor, num_experts: int) -> Tensor:
+        out, ids = torch.empty_like(x, memory_format=torch.contiguous_format), routing.expert_ids.contiguous()
+        parts = -(-x.shape[1] // _SUM_COLUMNS)
+        with gpu.on(x):
+            add = _sum_launch(x, ids, how)
+            add(len(x) * parts, pieces, ids, out, len(x), x.shape[1], parts, num_experts)
+        return out
+
+    return InWaves(room, rows, put, total)
+
+
+def _pieces(x: Tensor, routing: Routing, how: Plan) -> tuple[int, torch.dtype]:
+    """Numbers and dtype of the pieces of all pairs."""
+    wide = how.wide or how.splits > 1 or x.dtype != torch.bfloat16
+    return how.splits * routing.expert_ids.numel() * x.shape[1], torch.float32 if wide else x.dtype
+
+
 def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: torch.dtype) -> Work:
     """All launches of a call by a plan."""
     ids, on_input = routing.expert_ids, routing.weight_on == "input"
     (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
     num_experts, blocks, spaces, sort = weights.num_experts, num_pairs, [], None
-    wide = how.wide or how.splits > 1 or x.dtype != torch.bfloat16
     roundings = _roundings(weights)
     spaces.append((num_pairs * inner, torch.float32 if roundings else dtype))
-    spaces.append((how.splits * num_pairs * hidden, torch.float32 if wide else x.dtype))
+    spaces.append(_pieces(x, routing, how))
     if how.ordered:
         sizes = grouping.sizes(num_pairs, num_experts, how.block)
         blocks, sort = sizes[2], grouping.rows_launch(ids, num_experts, how.block)
@@ -98,13 +139,16 @@ def _launches(
     between = {n.upper(): getattr(a, n) for n in ("kind", "gated", "interleaved", "alpha", "limit", "up_offset")}
     gate_up = {**tiles, **_tile(how.gate_up, dtype), "WEIGHTED": on_input, **between}
     down = {**tiles, **_tile(how.down, dtype), "WEIGHTED": not on_input, "SPLITS": how.splits}
-    columns = min(_SUM_COLUMNS, 1 << max(x.shape[1] - 1, 0).bit_length())
-    add = {"TOP_K": ids.shape[1], "SPLITS": how.splits, "BN": columns}
     return (
         Launch(gate_up_kernel, gate_up, _resources(how.gate_up)),
         Launch(down_kernel, down, _resources(how.down)),
-        Launch(sum_slots_kernel, add, {"num_warps": 4}),
+        _sum_launch(x, ids, how),
     )
+
+
+def _sum_launch(x: Tensor, ids: Tensor, how: Plan) -> Launch:
+    columns = min(_SUM_COLUMNS, 1 << max(x.shape[1] - 1, 0).bit_length())
+    return Launch(sum_slots_kernel, {"TOP_K": ids.shape[1], "SPLITS": how.splits, "BN": columns}, {"num_warps": 4})
 
 
 def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, ...]:

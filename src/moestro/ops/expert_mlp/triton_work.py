@@ -59,9 +59,16 @@ class Work:
 
         What names no expert among the ids `slots` [T, K] is left out of the sums.
         """
+        (num_tokens, _, num_experts), hidden = self.tokens, self.sizes[1]
+        self.rows(given, spaces)
+        parts = self.programs[2] // num_tokens
+        self.launches[2](self.programs[2], spaces[1], slots, out, num_tokens, hidden, parts, num_experts)
+
+    def rows(self, given: tuple[Any, Any, Any], spaces: Sequence[Any]) -> None:
+        """Launch all but the sums: the second of `spaces` has the pieces of each pair that names an expert."""
         x, ids, weights = given
-        (num_tokens, top_k, num_experts), (_, hidden, inner) = self.tokens, self.sizes
-        gate_up, down, add, *_ = self.launches
+        (_, top_k, num_experts), inner = self.tokens, self.sizes[2]
+        gate_up, down, *_ = self.launches
         h, pieces, *more = spaces
         rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
         left, stride, scales = x, self.x_stride, None
@@ -73,8 +80,6 @@ class Work:
         if self.roundings:
             left, _, scales = self._converted(1, h, inner, more[-2:])
         down(self.programs[1], left, rows, *self.down, pieces, *self.sizes, scales)
-        parts = self.programs[2] // num_tokens
-        add(self.programs[2], pieces, slots, out, num_tokens, hidden, parts, num_experts)
 
     def _ordered(self, ids: Any, weights: Any, more: Sequence[Any]) -> Rows:
         (_, top_k, num_experts), sort = self.tokens, self.launches[3]
