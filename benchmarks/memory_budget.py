@@ -7,8 +7,8 @@ FOLDER is a checkpoint (examples/make_checkpoint.py makes them). First everythin
 budget of all experts. Then a process locks so much memory that what is left is the model beside its experts, the budget
 and a little, so that the page cache cannot help (Linux; needs the right to lock memory): a budget of half of the
 experts, and the least one. Each case runs in a process of its own. The bound of a case is the larger of what its tokens
-read over the disk's rate, measured in the same run, and of a token's time with everything in memory. Results go to
-benchmarks/results.
+read over the disk's rate, measured right before and after the case, and of a token's time with everything in memory.
+Results go to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +42,7 @@ from moestro.memory.reader import Reader, Run
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "once upon a time"
+OTHER = "in the beginning was"
 LONG = PROMPT * 40
 """Long enough that it asks for nearly every expert, so that what follows finds them in memory."""
 SLACK = 1_200_000_000
@@ -59,6 +61,7 @@ class Case:
         gain: with prefetching, the time of a step without it over that with it, as the run itself compared them.
         recall: with prefetching, the share of experts that were predicted.
         free: bytes that were available before the run.
+        disk: bytes a second that the disk read right before it and right after it; None with everything in memory.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Case:
     gain: float | None = None
     recall: float | None = None
     free: int | None = None
+    disk: float | None = None
     text: str | None = None
     reason: str | None = None
 
@@ -111,15 +115,15 @@ def taken(size: int) -> Iterator[None]:
         holder.wait()
 
 
-def disk_rate(folder: Path, expert_bytes: int) -> float:
-    """Bytes a second of reading pieces as large as an expert from random places, past the page cache."""
+def disk_rates(folder: Path, expert_bytes: int) -> list[float]:
+    """Bytes a second, round by round, of pieces as large as an expert from random places, past the page cache."""
     paths = sorted(folder.glob("*.safetensors"))
     reader, chance = Reader(), random.Random(0)
     files = {}
     for path in paths:
         found = path.stat()
         files[reader.add(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))] = found.st_size
-    size, count = expert_bytes // 4096 * 4096, 12
+    size, count = expert_bytes // 4096 * 4096, 48
     block = mmap.mmap(-1, size * count)
     address = ctypes.addressof(ctypes.c_char.from_buffer(block))
     rates = []
@@ -135,19 +139,24 @@ def disk_rate(folder: Path, expert_bytes: int) -> float:
         for ticket in tickets:
             ticket.wait()
         rates.append(size * count / (time.perf_counter() - start))
-    return median(rates)
+    return rates
 
 
 def by_moestro(name: str, folder: Path, tokens: int, *options: str, prompt: str = PROMPT) -> Case:
-    """`moestro generate`; with a budget once more for a single token, whose lookups are the prompt's."""
+    """`moestro generate`; with a budget once more for a single token, whose lookups are the prompt's.
+
+    With prefetching what counts is a second prompt, after the comparison has ended.
+    """
     found = Case(name, free=available())
+    prompts = [OTHER, prompt] if "--prefetch" in options else [prompt]
     try:
-        said = generated(folder, tokens, *options, prompt=prompt)
+        *before, said = generated(folder, tokens, *options, prompts=prompts)
         found.rate, found.text = said["tokens_per_second"]["generated"], said["text"]
         if (memory := said["memory"]) is not None:
-            all_of_it = memory["decode"]
-            first = generated(folder, 1, *options, prompt=prompt)["memory"]["decode"]
-            lookups, hits, read = (all_of_it[key] - first[key] for key in ("lookups", "hits", "read_bytes"))
+            rest = [generated(folder, 1, *options, prompts=[prompt])[-1], *before]
+            left = [each["memory"]["decode"] for each in rest]
+            keys = "lookups", "hits", "read_bytes"
+            lookups, hits, read = (memory["decode"][key] - sum(each[key] for each in left) for key in keys)
             found.hit_rate, found.read = hits / lookups, read / (tokens - 1)
             if (ahead := memory["prefetch"]) is not None:
                 found.gain, found.recall = ahead["gain"], ahead["recall"]
@@ -156,14 +165,14 @@ def by_moestro(name: str, folder: Path, tokens: int, *options: str, prompt: str 
     return found
 
 
-def generated(folder: Path, tokens: int, *options: str, prompt: str = PROMPT) -> dict[str, Any]:
-    """What `moestro generate --json` says."""
+def generated(folder: Path, tokens: int, *options: str, prompts: Sequence[str] = (PROMPT,)) -> list[dict[str, Any]]:
+    """What `moestro generate --json` says of each prompt."""
     fixed = ["--model", str(folder), "--no-do-sample", "--max-new-tokens", str(tokens), "--json"]
-    command = [sys.executable, "-m", "moestro", "generate", prompt, *fixed, *options]
+    command = [sys.executable, "-m", "moestro", "generate", *prompts, *fixed, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def by_llama(name: str, arguments: argparse.Namespace, tokens: int) -> Case:
@@ -196,7 +205,7 @@ def by_llama(name: str, arguments: argparse.Namespace, tokens: int) -> Case:
 def plan(folder: Path) -> dict[str, Any]:
     """What the model's experts take, by a run of a token that has memory for all."""
     whole = str(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-    return dict(generated(folder, 1, "--memory", whole)["memory"])
+    return dict(generated(folder, 1, "--memory", whole)[-1]["memory"])
 
 
 def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -206,7 +215,8 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -
     print(json.dumps({name: sizes[name] for name in ("expert_bytes", "cycle_bytes", "least_bytes")}), flush=True)
     rest = sum(path.stat().st_size for path in folder.glob("*.safetensors")) - sizes["expert_bytes"]
     an_expert = sizes["cycle_bytes"] // max(1, len(sizes["layers"])) // arguments.top_k
-    rates, cases = [disk_rate(folder, an_expert)], []
+    rates: list[float] = disk_rates(folder, an_expert)
+    cases: list[Case] = []
 
     def keep(case: Case) -> Case:
         print(asdict(case), flush=True)
@@ -214,9 +224,17 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -
         save(report())
         return case
 
+    def read_between(case: Callable[[], Case]) -> Case:
+        before = disk_rates(folder, an_expert)
+        found = case()
+        measured = before + disk_rates(folder, an_expert)
+        rates.extend(measured)
+        found.disk = median(measured)
+        return keep(found)
+
     def report() -> dict[str, Any]:
         known = {name: value for name, value in sizes.items() if name != "layers"}
-        return {"sizes": known, "disk": median(rates), "rows": cases}
+        return {"sizes": known, "disk": max(rates), "disk_rates": rates, "rows": cases}
 
     whole = str(sizes["expert_bytes"])
     for _ in range(arguments.rounds):
@@ -226,12 +244,12 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -
         ballast = available() - rest - budget - SLACK
         for _ in range(arguments.rounds):
             with taken(ballast):
-                keep(by_moestro(f"{name}: a budget", folder, 2 * tokens, "--memory", str(budget)))
-                rates.append(disk_rate(folder, an_expert))
+                options = ("--memory", str(budget))
+                read_between(partial(by_moestro, f"{name}: a budget", folder, 2 * tokens, *options))
             if name == "half":
                 with taken(ballast):
-                    ahead = ("--memory", str(budget), "--prefetch")
-                    keep(by_moestro("half: a budget, reading ahead", folder, 1 + BLOCK * BLOCKS, *ahead))
+                    ahead = "half: a budget, reading ahead"
+                    read_between(partial(by_moestro, ahead, folder, 1 + BLOCK * BLOCKS, *options, "--prefetch"))
             with taken(ballast):
                 keep(by_moestro(f"{name}: mapped files", folder, tokens))
             if arguments.llama_server:
@@ -245,11 +263,12 @@ def table(found: dict[str, Any]) -> str:
     by_name: dict[str, list[Case]] = {}
     for case in found["rows"]:
         by_name.setdefault(case.name, []).append(case)
-    first = next(iter(by_name.values()))
-    base = median([case.rate for case in first if case.rate] or [float("nan")])
+    held = [case.rate for name, runs in by_name.items() if name.startswith("all") for case in runs if case.rate]
+    base = max(held, default=float("nan"))
     every, token = (found["sizes"][name] / 1e9 for name in ("expert_bytes", "cycle_bytes"))
     lines = [
-        f"The disk reads {found['disk'] / 1e9:.2f} GB/s. Experts: {every:.1f} GB, those of a token {token:.2f} GB.",
+        f"The disk reads {found['disk'] / 1e9:.2f} GB/s at best, {median(found['disk_rates']) / 1e9:.2f} as a rule."
+        f" Experts: {every:.1f} GB, those of a token {token:.2f} GB.",
         "",
         "| | tokens/s | hits | read a token, GB | of the bound | same text | reading ahead |",
         "|---|---:|---:|---:|---:|---|---|",
@@ -263,7 +282,8 @@ def table(found: dict[str, Any]) -> str:
         if runs[0].hit_rate is not None:
             mean = median(case.read for case in runs)
             hits, read = f"{median(case.hit_rate for case in runs):.1%}", f"{mean / 1e9:.2f}"
-            bound = f"{rate * max(mean / found['disk'], 1 / base):.0%}"
+            disk = median([case.disk for case in runs if case.disk] or [found["disk"]])
+            bound = f"{rate * max(mean / disk, 1 / base):.0%}"
         if runs[0].text is not None:
             kind = name.startswith("all in memory")  # which has another prompt
             other = next(case.text for case in found["rows"] if case.text and case.name.startswith("all") == kind)
