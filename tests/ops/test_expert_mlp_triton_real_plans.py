@@ -1,0 +1,84 @@
+"""The plans that an H200 gets for the layers of the benchmark, tile by tile as they are, on layers cut to a few tiles.
+
+Elsewhere tiles are 32 x 32, so that much of a layer fits into a test. Here the tiles are those of a device: 128 x 256
+in bfloat16, through tensor maps, in programs that take tile after tile; of the layer three experts are left, and of H
+and I a tile and a part of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moestro import reference
+from moestro.bench.layers import LAYERS
+from moestro.formats import FORMATS
+from moestro.ops import gpu
+from moestro.ops.expert_mlp.triton_launch import work
+from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, choose
+from tolerances import assert_close
+
+from . import problems
+from .stored import dequantized
+from .triton_calls import launch
+
+H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+STORED = ("bfloat16", "mxfp4", "fp8-e4m3-b128", "int8", "int4-g32")
+PROGRAMS = 5
+"""In place of one or two for each multiprocessor, so that each still takes several tiles."""
+
+
+def plans(name: str) -> list[Plan]:
+    """Those of all layers and numbers of tokens, each once."""
+    form = FORMATS[name]
+    columns = 0 if form.scaling is None else form.scaling.columns
+    found = {}
+    for spec in LAYERS.values():
+        for num_tokens in TOKENS:
+            sizes = num_tokens, spec.top_k, spec.num_experts, spec.hidden_size, spec.intermediate_size
+            how = choose(Problem(*sizes, 2, 2, (form.bits, form.bits), columns), H200, ("auto", None), False)
+            found[how] = None
+    return list(found)
+
+
+CASES = [(name, how) for name in STORED for how in plans(name) if how.rows >= 64 or name == "bfloat16"]
+"""Low tiles of other formats differ from what the other tests have by their columns alone, and take long."""
+
+
+def cut(how: Plan, columns: int) -> problems.Sizes:
+    """T, H, I, E and K: an expert of more rows than a block has, one of few, and one of none; H and I in whole groups."""
+    hidden = how.down.columns + how.gate_up.depth
+    inner = how.gate_up.columns // 2 + how.down.depth
+    hidden, inner = (-(-size // max(columns, 16)) * max(columns, 16) for size in (hidden, inner))
+    return problems.Sizes(how.block + 9, hidden, inner, 3, 2)
+
+
+@pytest.mark.parametrize(("name", "how"), CASES, ids=[f"{name}-{how.rows}-{i}" for i, (name, how) in enumerate(CASES)])
+def test_meets_the_reference(name, how, triton_device):
+    scaling = FORMATS[name].scaling
+    sizes = cut(how, 0 if scaling is None else scaling.columns)
+    dense = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16)
+    weights = dense if name == "bfloat16" else dense.quantize(name)
+    routing = problems.routing(sizes, kind="random")
+    ids = torch.zeros_like(routing.expert_ids)
+    ids[:, 1] = -1
+    ids[:7, 1] = 2
+    routing = replace(routing, expert_ids=ids, routing_weights=torch.rand(ids.shape))
+    x = torch.randn(sizes.num_tokens, sizes.hidden_size).bfloat16()
+    how = replace(how, programs=PROGRAMS if how.programs else 0)
+    launches = work(x, routing, weights, how, torch.bfloat16)
+    maps = [launches.gate_up[1], launches.down[1]]
+    assert [m is not None for m in maps] == [tile.tensor_map for tile in (how.gate_up, how.down)]
+    y = launch(x, routing, weights, how)
+    wanted = reference.expert_mlp(x, routing, dequantized(weights, torch.bfloat16))
+    assert_close(y, wanted.to(x.dtype), x.dtype)
+
+
+def test_there_are_all_kinds():
+    """High tiles through tensor maps in programs that go on, low ones with weights on the left, and pairs."""
+    kinds = {(how.rows, how.ordered, how.gate_up.tensor_map, how.gate_up.swap, bool(how.programs)) for _, how in CASES}
+    assert {(128, True, True, False, True), (16, True, False, True, False), (16, False, False, True, False)} <= kinds
+    assert any(how.gate_up.columns == 256 for _, how in CASES)
