@@ -49,7 +49,7 @@ CASES = [(name, how) for name in STORED for how in plans(name) if how.rows >= 64
 
 
 def cut(how: Plan, columns: int) -> problems.Sizes:
-    """T, H, I, E and K: an expert of more rows than a block has, one of few, and one of none; H and I in whole groups."""
+    """An expert of more rows than a block has, one of few and one of none; H and I in whole groups."""
     hidden = how.down.columns + how.gate_up.depth
     inner = how.gate_up.columns // 2 + how.down.depth
     hidden, inner = (-(-size // max(columns, 16)) * max(columns, 16) for size in (hidden, inner))
