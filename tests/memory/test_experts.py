@@ -21,6 +21,7 @@ import torch
 
 from moestro.errors import InvalidInputError
 from moestro.memory import LayerSize, MemoryBudget, Visit, Wave, experts, residents, slots, turns
+from moestro.memory.prefetch import Prefetcher
 from moestro.memory.tiers import LayerPlan, SlotTensor, Source
 from moestro.memory.warm import tiers_of
 
@@ -228,6 +229,22 @@ def test_one_read_a_miss():
     total = memory.residents.total
     assert sum(reader.submitted.values()) == total.loads + total.early
     assert total.read_bytes == (total.loads + total.early) * NBYTES
+    check(memory, reader)
+    assert reader.close()
+
+
+def test_what_was_to_be_read_early_and_never_was_may_go():
+    """After Ctrl-C between the choice of experts and their reads; else their slots would be kept until they are asked."""
+    reader = LateReader()
+    memory = made(reader, num_slots=5)
+    memory.prefetcher = Prefetcher([None] * LAYERS, [TOP_K] * LAYERS)
+    memory.residents.prefetch(1, [5, 6])
+    for picked in ((0, 1), (2, 3), (4, 5), (6, 7)):
+        visit = Visit(0, dict.fromkeys(picked, 1))
+        waves, asked = memory.layers[0].visit(visit, None)
+        for turn in memory.layers[0].in_turn(visit, waves, NO_BIASES, asked):
+            assert [there(turn.layer, slot) for slot in turn.wave.slots] == [content(0, e) for e in turn.wave.experts]
+    assert memory.residents.resident(1) == {}
     check(memory, reader)
     assert reader.close()
 

@@ -195,6 +195,7 @@ class LayerMemory:
                 elif layer == self.index and expert not in experts and ticket.drop():
                     del pool.coming[slot]
                     residents.forget(layer, [expert])
+        residents.only_coming(key for pool in self.memory.pools for key, _ in pool.coming.values())
 
     def _ahead(self, prefetcher: Prefetcher, rows: Tensor) -> None:
         """Have experts of the next layer read after all that was asked for."""

@@ -243,6 +243,10 @@ class Residents:
         """An expert that `prefetch` had read is in its slot; it may go from now on."""
         self._coming.discard(self._first[layer] + expert)
 
+    def only_coming(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Of what `prefetch` had read, only these (layer, expert) are still on their way; what Ctrl-C lost may go."""
+        self._coming.intersection_update({self._first[layer] + expert for layer, expert in experts})
+
     def forget(self, layer: int, experts: Iterable[int]) -> None:
         """Experts are not where they were to be: their read failed, or was dropped. Their slots are empty."""
         self._begin()
