@@ -234,9 +234,9 @@ def test_one_read_a_miss():
 
 
 def test_what_was_to_be_read_early_and_never_was_may_go():
-    """After Ctrl-C between the choice of experts and their reads; else their slots would be kept until they are asked."""
+    """After Ctrl-C between the choice of experts and their reads: or their slots are kept until somebody asks for them."""
     reader = LateReader()
-    memory = made(reader, num_slots=5)
+    memory = made(reader, 5, "lru")
     memory.prefetcher = Prefetcher([None] * LAYERS, [TOP_K] * LAYERS)
     memory.residents.prefetch(1, [5, 6])
     for picked in ((0, 1), (2, 3), (4, 5), (6, 7)):
