@@ -234,7 +234,7 @@ def test_one_read_a_miss():
 
 
 def test_what_was_to_be_read_early_and_never_was_may_go():
-    """After Ctrl-C between the choice of experts and their reads: or their slots are kept until somebody asks for them."""
+    """After Ctrl-C between the choice of experts and their reads."""
     reader = LateReader()
     memory = made(reader, 5, "lru")
     memory.prefetcher = Prefetcher([None] * LAYERS, [TOP_K] * LAYERS)
