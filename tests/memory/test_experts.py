@@ -46,6 +46,7 @@ class LateReader:
     """In the place of `Reader`: threads that write to slots late, and say of some reads that they failed.
 
     Attributes:
+        failing: names of what cannot be read.
         wrong: two reads into one slot at once.
         submitted: how often each expert was asked for.
     """
@@ -55,7 +56,7 @@ class LateReader:
     def __init__(self, threads=2, fails=0.0, delays=0.0):
         self.file = b"".join(content(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS))
         self.fails, self.delays, self.random = fails, delays, random.Random(0)
-        self.wrong, self.submitted, self.writing = [], Counter(), {}
+        self.wrong, self.submitted, self.writing, self.failing = [], Counter(), {}, set()
         self.lock, self.queue = threading.Lock(), queue.SimpleQueue()
         self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(threads)]
         for thread in self.threads:
@@ -86,7 +87,7 @@ class LateReader:
         while (ticket := self.queue.get()) is not None:
             if self.random.random() < self.delays:
                 time.sleep(0.0005)
-            ticket.failed = self.random.random() < self.fails
+            ticket.failed = ticket.name in self.failing or self.random.random() < self.fails
             data = self.file[ticket.run.offset : ticket.run.offset + NBYTES]
             ctypes.memmove(ticket.run.address, data[: NBYTES // 2] if ticket.failed else data, len(data) // 2)
             if not ticket.failed:

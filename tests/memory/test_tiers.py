@@ -163,6 +163,23 @@ def test_a_wave_of_which_a_slot_still_has_its_expert():
     assert reader.close()
 
 
+def test_a_copy_that_nobody_waits_for_any_more_writes_to_no_slot():
+    """One expert of a visit is copied late, another cannot be read: the slot of the first is given to others."""
+    reader = LateReader()
+    memory = made(reader, hot=3, host=6, late=True, policy="lru")
+    for expert in range(5):
+        compute(memory, 1, {expert: 1})
+    reader.failing = {"expert 7 of layer 1"}
+    with pytest.raises(InvalidInputError, match="expert 7"):
+        compute(memory, 1, {7: 2, 0: 1})
+    absent = [e for e in (1, 2, 3, 4) if memory.residents.slot_of(1, e) is None][:2]
+    for other in range(EXPERTS):
+        compute(memory, 1, dict.fromkeys(absent, 1))
+        compute(memory, 0, {other: 1})  # takes the host's slots one after the other
+    check(memory, reader)
+    assert reader.close()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_computed_where_they_are(late):
     """What the device lacks is computed below in decoding, and is there the next time; a prompt is computed above."""

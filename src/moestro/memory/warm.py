@@ -98,7 +98,7 @@ class Delivery:
 
     def has(self, expert: int) -> bool:
         """Whether its copy has begun."""
-        return expert in self._copies
+        return expert not in self._rooms
 
     def there(self) -> Generator[Turn, None, None]:
         """Each wave where it is, while it is copied."""
@@ -107,14 +107,18 @@ class Delivery:
 
     def bring(self, expert: int) -> Copy | None:
         """Have it copied; those before it go first."""
-        while expert not in self._copies:
+        while expert in self._rooms:
             self._advance()
-        return self._copies[expert]
+        return self._copies.pop(expert)
 
     def close(self) -> None:
-        """Nothing more is read or copied."""
+        """Nothing more is read or copied, once this returns."""
         self._turns.close()
         self._reads.end()
+        for copy in self._copies.values():  # that nobody has taken, so that nobody else waits for them
+            if copy is not None:
+                copy.settle()
+        self._copies.clear()
 
     def _advance(self) -> Turn:
         turn = next(self._turns)
