@@ -140,7 +140,9 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
     return _explain(chooser, whole)
 
 
-def _explain(operation: Operation, arguments: tuple[Any, ...]) -> Explanation:
+def _explain(operation: Operation, asked: tuple[Any, ...]) -> Explanation:
+    planned_for = getattr(asked[2], "planned_for", None) if operation is EXPERT_MLP else None
+    arguments = asked if planned_for is None else (*asked[:2], planned_for(asked[0]), *asked[3:])
     found = candidates(operation, *arguments)
     chosen = next((p for i in allowed(operation) if isinstance(p := found[i.name], Prepared)), None)
     forced = settings.current().implementation
@@ -154,7 +156,7 @@ def _explain(operation: Operation, arguments: tuple[Any, ...]) -> Explanation:
         kernels=() if chosen is None else chosen.kernels(*arguments),
         threads=0 if chosen is None else chosen.threads,
         workspace_bytes=None if chosen is None else chosen.workspace_bytes,
-        weights=_describe(arguments[2], name) if operation is EXPERT_MLP else None,
+        weights=_describe(asked[2], name) if operation is EXPERT_MLP else None,
         forced=forced if forced in found else None,
     )
 

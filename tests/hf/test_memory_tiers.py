@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,7 +15,12 @@ from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.hf import MoestroConfig
 from moestro.hf.memory import expert_memory, hits_line, memory_line, placed
 from moestro.hf.recording import recorded
-from moestro.memory import POLICIES, DeviceMemory, MemoryBudget, Residents, slots
+from moestro.hf.store import ExpertStore
+from moestro.memory import POLICIES, DeviceMemory, MemoryBudget, Residents, library, slots
+from moestro.memory.waves import MemoryWeights
+from moestro.ops.dispatch import candidates, observed
+from moestro.ops.expert_mlp import EXPERT_MLP
+from moestro.types import Routing
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +79,94 @@ def test_experts_computed_where_they_are_beside_triton(made):
             ids = torch.tensor([[token]])
             torch.testing.assert_close(logits(model, ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
     assert expert_memory(model).statistics()["on_miss"] == {"asked": "compute", "computes": True, "gain": None}
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "auto"])
+def test_biases_of_experts_computed_where_they_are(made, on_miss):
+    """They go with an expert wherever it is computed, also after they were written to."""
+    folder = made.folder("gpt-oss-20b")
+    least, more, *_, whole = budgets(folder)
+    for device, host in ((least, least), (more, whole)):
+        expected, model = moestro.load(folder), moestro.load(folder, memory=two(device, host, on_miss))
+        for step in range(24):
+            ids = torch.tensor([[step * 11 % 60]])
+            assert torch.equal(logits(model, ids), logits(expected, ids)), (device, host, step)
+            if step % 5 == 4:
+                named = [*expected.named_parameters(), *model.named_parameters()]
+                with torch.no_grad():
+                    for bias in (p for name, p in named if name.endswith("experts.down_proj_bias")):
+                        bias.add_(1)
+
+
+def test_time_that_computing_below_waits_is_told(made):
+    folder = made.folder("olmoe")
+    least = budgets(folder)[0]
+    model = moestro.load(folder, memory=two(least, least, "compute"))
+    memory = expert_memory(model)
+    for token in range(8):
+        logits(model, torch.tensor([[token]]))
+    assert memory.seconds_waiting >= memory.below.memory.seconds_waiting > 0
+
+
+@pytest.fixture
+def planned_on_a_device(monkeypatch):
+    """Calls are prepared as where nothing but slots is on the device that computes."""
+    monkeypatch.setattr(MemoryWeights, "planned_for", lambda self, x: self.layer.slots_of(self))
+
+
+@pytest.mark.usefixtures("planned_on_a_device")
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_calls_are_planned_as_for_the_whole_model(made, implementation):
+    """However few slots there are, and however many."""
+    folder, walks = made.folder("qwen3-30b-a3b"), {}
+    least, *_, all_of_it = budgets(folder)
+    with moestro.use(implementation=implementation):
+        whole = moestro.load(folder)
+        for budget in (None, two(least, least), two(all_of_it, all_of_it)):
+            model = whole if budget is None else moestro.load(folder, memory=budget)
+            for tokens in (1, 3) if implementation == "triton" else (1, 3, 9, 17, 40):
+                seen = []
+                with observed(EXPERT_MLP, lambda prepared, *_, seen=seen: seen.append((prepared.walk, prepared.why))):
+                    found = logits(model, PROMPT[:, :tokens])
+                assert walks.setdefault(tokens, (seen, found))[0] == seen, (budget, tokens)
+                assert torch.equal(walks[tokens][1], found), (budget, tokens)
+
+
+@pytest.mark.usefixtures("planned_on_a_device")
+@pytest.mark.parametrize("implementation", [None, "torch", "triton"])
+def test_ids_beyond_the_experts_are_no_slots(made, implementation):
+    """Not even where every id is, and there are slots of such numbers."""
+    folder = made.folder("olmoe")
+    whole = budgets(folder)[-1]
+    model = moestro.load(folder, memory=two(whole, whole))
+    logits(model, PROMPT[:, :40])
+    seen = []
+    with observed(EXPERT_MLP, lambda prepared, arguments, result: seen.append(arguments)):
+        logits(model, PROMPT[:, :3])
+    x, routing, weights, _ = seen[0]
+    assert weights.layer.pool.num_slots > weights.num_experts
+    beyond = Routing(torch.full_like(routing.expert_ids, weights.num_experts), routing.routing_weights)
+    with torch.no_grad(), moestro.use(implementation=implementation):
+        assert not library.call(x, beyond, weights, "auto").any()
+
+
+def test_explain_asks_about_the_slots_of_a_device(made):
+    folder = made.folder("olmoe")
+    least = budgets(folder)[0]
+    model = moestro.load(folder, memory=two(least, least))
+    seen = []
+    with observed(EXPERT_MLP, lambda prepared, arguments, result: seen.append(arguments)):
+        logits(model, PROMPT[:, :3])
+    x, routing, weights, strategy = seen[0]
+    own, told = weights.layer.slots_of(weights), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryWeights, "planned_for", lambda self, x: own)
+        module = sys.modules["moestro.explain"]
+        patch.setattr(module, "candidates", lambda _, *given: told.append(given) or candidates(_, *given))
+        said = moestro.explain(moestro.expert_mlp, x, routing, weights, strategy)
+    assert told[0][2] is own
+    assert said.chosen
+    assert "lookups" in str(said)
 
 
 def test_where_no_engine_computes_below(made):
@@ -133,6 +228,7 @@ def test_what_is_refused(made):
     refused(InvalidInputError, "device_memory='1MB' without memory", moestro.load, folder, device_memory="1MB")
     refused(InvalidInputError, "budget of -1", moestro.load, folder, memory=whole, device_memory=-1)
     refused(InvalidInputError, "on_miss='guess'", DeviceMemory, 1, "guess")
+    assert DeviceMemory.of("12GB", on_miss="compute") == DeviceMemory(12_000_000_000, "compute")
     refused(InvalidInputError, f"{least:,} bytes", moestro.load, folder, memory=two(least - 1, whole))
     refused(InvalidInputError, f"{least:,} bytes", moestro.load, folder, memory=two(whole, least - 1))
     both = {"prefetch": True, "device_memory": DeviceMemory(1)}
@@ -143,6 +239,9 @@ def test_what_is_refused(made):
     refused(UnsupportedError, "of no device", AutoModelForCausalLM.from_pretrained, folder, quantization_config=config)
     model = moestro.load(folder, memory=two(least, whole))
     refused(UnsupportedError, "where its slots are", model.to, "meta")
+    expert_memory(model).device = torch.device("meta")  # as of a GPU, which a model is not taken from either
+    store = next(module for module in model.modules() if isinstance(module, ExpertStore))
+    refused(UnsupportedError, "meta, where its slots are", store.check_stays, lambda tensor: torch.empty(0))
     refused(UnsupportedError, "device_memory names", placed, two(least, whole), torch.device("meta"))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from collections import Counter
 
 import pytest
+import torch
 
 from memory.test_experts import (
     EXPERTS,
@@ -19,7 +22,7 @@ from memory.test_experts import (
     planned,
     there,
 )
-from moestro.errors import InvalidInputError
+from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.memory import DeviceMemory, MemoryBudget, Visit, experts, residents, slots, tiers, turns, warm
 from moestro.memory.prefetch import Gain
 from moestro.memory.warm import tiers_of
@@ -37,6 +40,9 @@ class LateLink:
 
     def __init__(self):
         self.begun = self.used = self.settled = 0
+
+    def follow(self):
+        pass
 
     def copy(self, to, source):
         self.begun += 1
@@ -238,9 +244,96 @@ def test_the_least_of_each_tier_is_asked_for():
     assert reader.close()
 
 
+def test_a_pool_of_a_device_has_no_more_slots_than_its_kernels_tell_apart(monkeypatch):
+    """Layers that are alike share slots in groups; those of the host are not cut."""
+    monkeypatch.setattr(warm, "MOST_EXPERTS", 2 * EXPERTS)
+    for hot, pools in ((2 * EXPERTS, 1), (2 * EXPERTS + 1, 2), (LAYERS * EXPERTS, 2)):
+        reader = LateReader()
+        memory = made(reader, hot, host=5)
+        assert [len(tier.pools) for tier in (memory, memory.below.memory)] == [pools, 1]
+        assert max(pool.num_slots for pool in memory.pools) <= 2 * EXPERTS
+        picks = random.Random(0)
+        for _ in range(300):
+            compute(memory, picks.randrange(LAYERS), dict.fromkeys(picks.sample(range(EXPERTS), TOP_K), 1))
+        check(memory, reader)
+        assert reader.close()
+
+
+class Cuda:
+    """In the place of what `CudaLink` asks of PyTorch: what is locked, and who waits for whom."""
+
+    def __init__(self, monkeypatch, most=99):
+        self.locked, self.waits, self.most = [], [], most
+        self.now = Stream(self)
+        for name, value in (
+            ("Stream", lambda device: Stream(self)),
+            ("cudart", lambda: self),
+            ("current_stream", lambda device: self.now),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if len(self.locked) == self.most:
+            return 2
+        self.locked.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.locked.remove(address)
+
+
+class Stream:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def wait_stream(self, other):
+        self.cuda.waits.append((self, other))
+
+    def synchronize(self):
+        pass
+
+
+def test_calls_on_several_streams_follow_one_another(monkeypatch):
+    """A slot that a call on another stream fills or reads is not read or overwritten before."""
+    cuda = Cuda(monkeypatch)
+    link, (first, second) = tiers.CudaLink(torch.device("cpu"), []), (cuda.now, Stream(cuda))
+    for stream in (first, first, second, second, first):
+        cuda.now = stream
+        link.follow()
+    assert cuda.waits == [(second, first), (first, second)]
+
+
+def test_memory_that_is_not_locked_is_given_back(monkeypatch):
+    cuda, parts = Cuda(monkeypatch, most=2), [torch.zeros(8, dtype=torch.uint8) for _ in range(3)]
+    launched = []
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: launched.append(len(cuda.locked)))
+    with pytest.raises(InvalidInputError, match="8 bytes of host memory that could not be locked"):
+        tiers.CudaLink(torch.device("cpu"), parts)
+    assert cuda.locked == []
+    assert launched == [0]
+    link = tiers.CudaLink(torch.device("cpu"), parts[:2])
+    assert len(cuda.locked) == 2
+    del link
+    assert cuda.locked == []
+
+
+def test_a_link_that_could_not_begin_ends_without_a_word(monkeypatch):
+    Cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: 1 // 0)
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with pytest.raises(ZeroDivisionError):
+        tiers.CudaLink(torch.device("cpu"), [])
+    gc.collect()
+    assert said == []
+
+
 def test_devices_that_there_are_not():
     reader = LateReader()
     budget = MemoryBudget(9 * NBYTES, device_memory=DeviceMemory(4 * NBYTES, device="cuda:77"))
     with pytest.raises(InvalidInputError, match="device"):
+        tiers_of(planned(), budget, reader)
+    budget = MemoryBudget(9 * NBYTES, device_memory=DeviceMemory(4 * NBYTES, device="meta"))
+    with pytest.raises(UnsupportedError, match="an NVIDIA GPU"):
         tiers_of(planned(), budget, reader)
     assert reader.close()

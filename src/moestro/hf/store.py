@@ -269,7 +269,7 @@ class ExpertStore(nn.Module):
         """Refuse what `Module._apply` is given if it moves tensors elsewhere than to the slots of a budget."""
         if self.memory is not None:
             place = self.memory.memory.device
-            if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device not in (place, torch.device("cpu")):
+            if fn(torch.empty(0, dtype=torch.uint8, device=place)).device != place:
                 raise not_within_memory("to", f"{_named(place)}, where its slots are")
 
     def _take(self, name: str, tensor: Tensor) -> None:

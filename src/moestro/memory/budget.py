@@ -38,11 +38,12 @@ class DeviceMemory:
             raise invalid_input(OPERATION, got=f"on_miss={self.on_miss!r}", needs=needs, fix='Leave it at "copy".')
 
     @classmethod
-    def of(cls, value: object) -> DeviceMemory:
+    def of(cls, value: object, on_miss: str = "copy") -> DeviceMemory:
         """Of "8GB", "4GiB" or a number of bytes; one of these stays what it is."""
         if isinstance(value, cls):
             return value
-        return cls(parse_bytes(OPERATION, "device_memory", value) if isinstance(value, str) else value)  # type: ignore[arg-type]
+        size = parse_bytes(OPERATION, "device_memory", value) if isinstance(value, str) else value
+        return cls(size, on_miss)  # type: ignore[arg-type]
 
 
 def check_size(name: str, value: object) -> None:

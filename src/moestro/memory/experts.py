@@ -273,6 +273,15 @@ class LayerMemory:
             self._biases = now  # at the end: whoever is broken off begins again
         return slots
 
+    def slots_with(self, like: ExpertWeights, wave: Wave) -> ExpertWeights:
+        """`slots_of`, for experts of which some may have come for another tier, and so without their biases."""
+        slots, pool = self.slots_of(like), self.pool
+        for expert, slot in zip(wave.experts, wave.slots, strict=True):
+            if slot in pool.unbiased:
+                pool.set_bias(like, expert, slot)
+                pool.unbiased.discard(slot)
+        return slots
+
     def __str__(self) -> str:
         """For `moestro.explain`."""
         counts, memory = self.counts, self.memory

@@ -39,6 +39,7 @@ class SlotPool:
         holds: the expert that each slot has whole; None for one that is empty, or being read into.
         coming: what is being read into a slot before its layer asks for it.
         copies: to and from slots, that the device may not have ended.
+        unbiased: slots whose experts came without their biases.
     """
 
     def __init__(self, tensors: Sequence[SlotTensor], num_slots: int, build: Build, device: torch.device) -> None:
@@ -46,6 +47,7 @@ class SlotPool:
         self.holds: list[Key | None] = [None] * num_slots
         self.coming: dict[int, tuple[Key, Arrival]] = {}
         self.copies: dict[int, Copy] = {}
+        self.unbiased: set[int] = set()
         self._bytes = [_room(tensor.nbytes, num_slots, device) for tensor in self.tensors]
         stacks = [
             room.view(tensor.dtype).view(num_slots, *tensor.shape)

@@ -7,13 +7,14 @@ memory over a link.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moestro.errors import invalid_input
+from moestro.errors import invalid_input, unsupported
 from moestro.formats import StoredExperts
 from moestro.memory.policy import Visit
 from moestro.memory.reader import OPERATION, Reader, Run
@@ -123,6 +124,9 @@ class Below(Protocol):
     def bring(self, visit: Visit, rooms: Mapping[int, Rooms], urgent: bool = True) -> Mapping[int, Arrival]:
         """Have the experts of a layer's visit put into the slots above that they are given; by experts."""
 
+    def follow(self) -> None:
+        """A call begins: have what it queues on the device come after what the call before it queued."""
+
     def keep(self, memory: Rooms) -> None:
         """Keep what is written to at least until nothing is written any more."""
 
@@ -143,6 +147,9 @@ class Files:
         """As of every tier: reads of its runs, each of which can be waited for by itself."""
         plan = self._plans[visit.layer]
         return {expert: self._read(plan, expert, room, urgent) for expert, room in rooms.items()}
+
+    def follow(self) -> None:
+        """As of every tier; a CPU has no queue."""
 
     def keep(self, memory: Rooms) -> None:
         """As of every tier."""
@@ -167,6 +174,9 @@ class Link(Protocol):
     def copy(self, to: Rooms, source: Rooms) -> Copy | None:
         """Begin; None where it is done. Work that was queued on the device before may still read `to`."""
 
+    def follow(self) -> None:
+        """As of `Below`."""
+
 
 class HostLink:
     """Between two memories of a CPU."""
@@ -176,6 +186,9 @@ class HostLink:
         for own, given in zip(to, source, strict=True):
             own.copy_(given)
         return None
+
+    def follow(self) -> None:
+        """As of every link; nothing is queued."""
 
 
 class CudaLink:
@@ -190,13 +203,16 @@ class CudaLink:
     """
 
     def __init__(self, device: torch.device, memory: Rooms) -> None:
+        self._locked: list[Tensor] = []  # first, for `close`
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._locked: list[Tensor] = []
+        self._last: torch.cuda.Stream | None = None
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for part in memory:
             error = self._runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 0)
             if int(error):
                 self.close()
+                with suppress(RuntimeError):
+                    torch.ones(1, device=device)  # the next kernel is told of the error, whoever launches it
                 raise invalid_input(
                     OPERATION,
                     got=f"{part.nbytes:,} bytes of host memory that could not be locked (CUDA error {int(error)})",
@@ -213,9 +229,17 @@ class CudaLink:
                 own.copy_(given, non_blocking=True)
             return _CudaCopy(self._device, self._stream.record_event())
 
+    def follow(self) -> None:
+        """As of every link: threads, and blocks of `torch.cuda.stream`, have streams of their own."""
+        now, last = torch.cuda.current_stream(self._device), self._last
+        if last is not None and last != now:
+            now.wait_stream(last)
+        self._last = now
+
     def close(self) -> None:
         """Give the memory back to the system's care."""
-        self._stream.synchronize()
+        if self._locked:
+            self._stream.synchronize()
         while self._locked:
             self._runtime.cudaHostUnregister(self._locked.pop().data_ptr())
 
@@ -235,5 +259,18 @@ class _CudaCopy:
 
 
 def link_to(device: torch.device, memory: Rooms) -> Link:
-    """What copies from memory of the host to a device."""
-    return HostLink() if device.type == "cpu" else CudaLink(device, memory)
+    """What copies from memory of the host to a device.
+
+    Raises:
+        UnsupportedError: a device that is neither the CPU nor an NVIDIA GPU.
+    """
+    if device.type == "cpu":
+        return HostLink()
+    if device.type != "cuda":
+        raise unsupported(
+            OPERATION,
+            got=f"device_memory= of {str(device)!r}",
+            needs="an NVIDIA GPU, or the CPU to see the tiers at work",
+            fix="Load the model without device_memory=.",
+        )
+    return CudaLink(device, memory)

@@ -115,7 +115,14 @@ class Turns:
     def _there(self, begun: Sequence[tuple[int, int, Arrival]]) -> Generator[Turn, None, None]:
         """What comes from a tier with slots, in its slots."""
         delivery: Any = begun[0][2]
-        yield from delivery.there()
+        turns, memory = delivery.there(), self._layer.memory
+        while True:
+            start = time.perf_counter()
+            turn = next(turns, None)
+            memory.seconds_waiting += time.perf_counter() - start
+            if turn is None:
+                return
+            yield turn
 
     def _finish(self, begun: Sequence[tuple[int, int, Arrival]]) -> None:
         if not begun:
@@ -124,7 +131,9 @@ class Turns:
         for expert, slot, arrival in begun:
             if (copy := arrival.wait()) is not None:
                 layer.pool.copies[slot] = copy
-            if self._like is not None:
+            if self._like is None:
+                layer.pool.unbiased.add(slot)
+            else:
                 layer.pool.set_bias(self._like, expert, slot)
             layer.pool.holds[slot] = (layer.index, expert)
             layer.memory.residents.arrived(layer.index, expert)

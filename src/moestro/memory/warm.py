@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from moestro.memory.policy import Visit
 from moestro.memory.reader import OPERATION, Reader
 from moestro.memory.tiers import Copy, Files, LayerPlan, Link, Rooms, link_to
 from moestro.memory.turns import Turn, Turns
+from moestro.ops.grouping.tuning import MOST_EXPERTS
 
 
 def tiers_of(layers: Sequence[LayerPlan], budget: MemoryBudget, reader: Reader) -> ExpertMemory:
@@ -36,7 +38,28 @@ def tiers_of(layers: Sequence[LayerPlan], budget: MemoryBudget, reader: Reader) 
             fix="Leave device_memory out: on a CPU memory= is all there is.",
         ) from error
     memory = [part for pool in host.pools for part in pool.memory]
-    return ExpertMemory(layers, budget, Warm(host, link_to(device, memory)), device)
+    return ExpertMemory(_told_apart(layers, own.nbytes), budget, Warm(host, link_to(device, memory)), device)
+
+
+def _told_apart(layers: Sequence[LayerPlan], nbytes: int) -> list[LayerPlan]:
+    """Layers that share no more slots than kernels of a device order rows by; those of one call are all of a pool."""
+    alike: dict[tuple[int, str], int] = {}
+    for size in (plan.size for plan in layers):
+        key = size.expert_bytes, size.pool_key
+        alike[key] = alike.get(key, 0) + size.experts
+    begun: dict[tuple[int, str], tuple[int, int]] = {}
+    found = []
+    for plan in layers:
+        size = plan.size
+        key = size.expert_bytes, size.pool_key
+        if min(alike[key], nbytes // size.expert_bytes) <= MOST_EXPERTS:
+            found.append(plan)
+            continue
+        part, experts = begun.get(key, (0, 0))
+        part, experts = (part, experts) if experts + size.experts <= MOST_EXPERTS else (part + 1, 0)
+        begun[key] = part, experts + size.experts
+        found.append(replace(plan, size=replace(size, pool_key=f"{size.pool_key} {part}")))
+    return found
 
 
 class Warm:
@@ -65,6 +88,10 @@ class Warm:
         self._last = delivery = Delivery(self, visit, rooms)
         delivery.begin()
         return {expert: Part(delivery, expert) for expert in rooms}
+
+    def follow(self) -> None:
+        """As of every tier."""
+        self.link.follow()
 
     def keep(self, memory: Rooms) -> None:
         """As of every tier."""

@@ -54,6 +54,14 @@ class MemoryWeights(ExpertWeights):
     def check_devices(self) -> None:
         """Nothing: what is computed with are slots, and the experts themselves are in files."""
 
+    def planned_for(self, x: Tensor) -> ExpertWeights:
+        """What calls with rows like x are prepared for: these, or the slots of a device, which has nothing else."""
+        assert self.layer is not None
+        if x.is_cpu:
+            return self
+        with self.layer.memory.lock:
+            return self.layer.slots_of(self)
+
     @property
     def note(self) -> str:
         """What `moestro.explain` adds."""
@@ -75,8 +83,8 @@ def run(x: Tensor, routing: Routing, weights: MemoryWeights, strategy: str = "au
     check_gradients(x, routing, weights)
     weights.layer.memory.reader.check_process()  # before the lock, which another thread of its parent may have had
     with torch.no_grad(), weights.layer.memory.lock:
-        like = weights if x.is_cpu else weights.layer.slots_of(weights)
-        prepared = dispatch.prepare(EXPERT_MLP, x, routing, like, strategy)
+        weights.layer.memory.below.follow()
+        prepared = dispatch.prepare(EXPERT_MLP, x, routing, weights.planned_for(x), strategy)
         _check_prepared(prepared)
         y = _compute(prepared, (x, routing, weights, strategy), weights.layer)
     dispatch.tell(EXPERT_MLP, prepared, (x, routing, weights, strategy), y)
@@ -89,8 +97,8 @@ def _compute(prepared: Prepared, arguments: tuple[Any, ...], layer: LayerMemory)
     visit = visit_of(layer.index, routing.expert_ids.tolist(), weights.num_experts)
     slots = layer.slots_of(weights)
     if not visit.experts:
-        like = weights if x.is_cpu else slots
-        y: Tensor = prepared.compute(x, routing, like, strategy)  # reads no expert
+        nobody = renamed(routing, Wave((), (), ()), weights.num_experts)  # an id may be that of a slot
+        y: Tensor = prepared.compute(x, nobody, weights.planned_for(x), strategy)  # reads no expert
         return y
     waves, asked = layer.visit(visit, x)
     below = prepared.in_waves is not None and visit.last is None and _computes_below(x, routing, weights, layer)
@@ -118,7 +126,7 @@ def _by_engine(arguments: tuple[Any, ...], turns: Iterator[Turn], in_parts: bool
         if turn.layer is weights.layer:
             parts.rows(x, named, slots, rows)
         else:
-            parts.put(x, named, _on_host(x, named, turn.layer.slots_of(weights)), rows)
+            parts.put(x, named, _on_host(x, named, turn.layer.slots_with(weights, turn.wave)), rows)
     if rows is not None and parts is not None:
         y = parts.total(x, routing, rows, weights.num_experts)
     whole: Tensor = y

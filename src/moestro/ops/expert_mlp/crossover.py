@@ -22,7 +22,7 @@ def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str
     """
     if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
         return None
-    rows = routing.expert_ids.numel() / max(weights.num_experts, 1)
+    rows = routing.expert_ids.numel() / max(weights.planned_experts, 1)
     stored = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage}
     if (
         stored == {torch.bfloat16}

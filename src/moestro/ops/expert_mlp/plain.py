@@ -45,7 +45,7 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
         return reason
     name, block_size, why = named_strategy(strategy)
     if name == "auto":
-        name, why = choose_strategy(routing.expert_ids.numel(), weights.num_experts)
+        name, why = choose_strategy(routing.expert_ids.numel(), weights.planned_experts)
     walk = _WALKS.get(name)
     if walk is None:
         size = block_size or measured_block_size(x, routing, weights)
@@ -83,7 +83,7 @@ def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> 
     """The block size for this shape on this machine, from its measured roof (about a second, once a process)."""
     roof = machine.roof(x.dtype, x.device.type)
     bytes_per_weight = weights.gate_up.format.bits / 8
-    return choose_block_size(routing.expert_ids.numel(), weights.num_experts, roof.balance, bytes_per_weight)
+    return choose_block_size(routing.expert_ids.numel(), weights.planned_experts, roof.balance, bytes_per_weight)
 
 
 class Batch(NamedTuple):

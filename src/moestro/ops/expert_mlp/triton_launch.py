@@ -66,8 +66,9 @@ def in_waves(how: Plan, dtype: torch.dtype) -> InWaves:
         ids, routing_weights = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         with gpu.on(x):
             launches = work(x, routing, weights, how, dtype)
-            spaces = [torch.empty(size, dtype=kind, device=x.device) for size, kind in launches.spaces]
-            spaces[1] = to
+            h, _, *more = launches.spaces  # `to` is the second
+            made = [torch.empty(size, dtype=kind, device=x.device) for size, kind in (h, *more)]
+            spaces = [made[0], to, *made[1:]]
             launches.rows((x, ids, routing_weights), spaces)
 
     def put(x: Tensor, routing: Routing, rows: Tensor, to: Tensor) -> None:
