@@ -231,7 +231,7 @@ def test_a_visit_that_is_broken_off_anywhere(last, on_miss):
         for index, picked in ((2, (0, 1)), (0, (1, 2, 7)), (1, range(EXPERTS)), (2, (3,)), (0, range(5))):
             compute(memory, index, dict.fromkeys(picked, 1))
         check(memory, reader)
-        at += 5 if last is None else 11
+        at += 3 if last is None else 9
     assert at > 50
     assert reader.close()
 

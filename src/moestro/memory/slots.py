@@ -84,14 +84,16 @@ class SlotPool:
         """Have what is computed next wait for copies to these slots."""
         if self.copies:
             for slot in slots:
-                if (copy := self.copies.pop(slot, None)) is not None:
+                if (copy := self.copies.get(slot)) is not None:
                     copy.use()
+                    del self.copies[slot]  # now, so that Ctrl-C loses none
 
     def empty(self, slot: int) -> None:
         """What the slot holds is to be overwritten, once nobody copies it any more."""
         self.holds[slot] = None
-        if (copy := self.copies.pop(slot, None)) is not None:
+        if (copy := self.copies.get(slot)) is not None:
             copy.settle()
+            del self.copies[slot]
         if POISON:
             for room in self._bytes:
                 room[slot].fill_(0xFF)

@@ -84,7 +84,7 @@ class Warm:
     def bring(self, visit: Visit, rooms: Mapping[int, Rooms], urgent: bool = True) -> Mapping[int, Part]:
         """As of every tier: what is here is copied, the rest is read from the files first."""
         if self._last is not None:
-            self._last.close()  # which has ended, unless a call broke off
+            self._last.end()
         self._last = delivery = Delivery(self, visit, rooms)
         delivery.begin()
         return {expert: Part(delivery, expert) for expert in rooms}
@@ -112,6 +112,7 @@ class Delivery:
         self._warm, self._rooms = warm, dict(rooms)
         self._layer = warm.memory.layers[visit.layer]
         self._copies: dict[int, Copy | None] = {}
+        self._awaited = set(rooms)
         self._early: list[Turn] = []
         self._waves, asked = self._layer.visit(visit, None)
         self._reads = Turns(self._layer, visit, self._waves, None)
@@ -136,16 +137,24 @@ class Delivery:
         """Have it copied; those before it go first."""
         while expert in self._rooms:
             self._advance()
-        return self._copies.pop(expert)
+        self._awaited.discard(expert)
+        return self._copies[expert]
+
+    def end(self) -> None:
+        """Nothing more is read; nor copied, once this returns, unless all was waited for, which hands copies over."""
+        if self._awaited:
+            self.close()
+        else:
+            self._turns.close()
+            self._reads.end()
 
     def close(self) -> None:
-        """Nothing more is read or copied, once this returns."""
+        """A call broke off: nothing more is read or copied, once this returns."""
         self._turns.close()
         self._reads.end()
-        for copy in self._copies.values():  # that nobody has taken, so that nobody else waits for them
+        for copy in self._copies.values():
             if copy is not None:
                 copy.settle()
-        self._copies.clear()
 
     def _advance(self) -> Turn:
         turn = next(self._turns)
