@@ -484,6 +484,7 @@ def test_an_endpoint_that_fails(endpoint: tuple[str, Served], status: int, event
         (("model", "--url", "http://127.0.0.1:1"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--dtype", "float32"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--memory", "8GB"), "--url with a model to load"),
+        (("--url", "http://127.0.0.1:1", "--memory", "8GB", "--device-memory", "1GB"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--format", "mxfp4"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--projections"), "--url with a model to load"),
         (("--url", "http://127.0.0.1:1", "--do-sample"), "--do-sample with --url"),

@@ -447,6 +447,11 @@ def test_within_a_memory_budget(model_folder: Path) -> None:
     assert as_json(*options, "--memory", "8KiB", "--prefetch")["memory"]["prefetch"]["layers"] == 1
     assert as_json(*options)["memory"] is None
     refused(run(*options, "--prefetch"), "--prefetch without --memory")
+    refused(run(*options, "--device-memory", "8KiB"), "--device-memory without --memory")
+    refused(run(*options, "--device-memory", ""), "--device-memory without --memory")
+    refused(run(*options, "--memory", "8KiB", "--device-memory", "much"), "device_memory 'much'")
+    refused(run(*options, "--memory", "8KiB", "--device-memory", "4KiB"), "device_memory= on the CPU")
+    refused(run(*options, "--memory", "8KiB", "--prefetch", "--device-memory", "4KiB"), "prefetch and device_memory")
 
 
 @pytest.mark.parametrize("memory", ["2kB", "much", "0"])

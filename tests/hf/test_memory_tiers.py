@@ -17,10 +17,13 @@ from moestro.hf.memory import expert_memory, hits_line, memory_line, placed
 from moestro.hf.recording import recorded
 from moestro.hf.store import ExpertStore
 from moestro.memory import POLICIES, DeviceMemory, MemoryBudget, Residents, library, slots
+from moestro.memory.prefetch import Gain
 from moestro.memory.waves import MemoryWeights
 from moestro.ops.dispatch import candidates, observed
 from moestro.ops.expert_mlp import EXPERT_MLP
 from moestro.types import Routing
+from reading_ahead import Always
+from tolerances import assert_close
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +52,10 @@ def test_bits_are_those_of_the_whole_model(made, like):
     folder = made.folder(like)
     wanted = steps(moestro.load(folder))
     least, more, *_, half, whole = budgets(folder)
-    for device, host, on_miss in ((least, least, "copy"), (more, whole, "compute"), (half, more, "auto")):
-        model = moestro.load(folder, memory=two(device, host, on_miss))
-        assert_same(model, wanted, (device, host, on_miss))
+    for device, host, gain in ((least, least, None), (more, whole, Always()), (half, more, Gain())):
+        model = moestro.load(folder, memory=two(device, host, "copy" if gain is None else "auto"))
+        expert_memory(model).on_miss = gain
+        assert_same(model, wanted, (device, host, gain))
         check(expert_memory(model))
 
 
@@ -77,7 +81,7 @@ def test_experts_computed_where_they_are_beside_triton(made):
         whole, model = moestro.load(folder), moestro.load(folder, memory=two(least, least, "compute"))
         for token in (3, 17, 5):
             ids = torch.tensor([[token]])
-            torch.testing.assert_close(logits(model, ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
+            assert_close(logits(model, ids), logits(whole, ids))
     assert expert_memory(model).statistics()["on_miss"] == {"asked": "compute", "computes": True, "gain": None}
 
 
@@ -170,11 +174,15 @@ def test_explain_asks_about_the_slots_of_a_device(made):
 
 
 def test_where_no_engine_computes_below(made):
-    """In plain PyTorch what the device lacks is copied, whatever was asked for."""
+    """In plain PyTorch rows of two processors are not put together: `auto` copies, and `compute` is refused."""
     folder = made.folder("olmoe")
     with moestro.use(implementation="torch"):
         wanted = steps(moestro.load(folder))
-        assert_same(moestro.load(folder, memory=two(*budgets(folder)[:2], "compute")), wanted, "torch")
+        model = moestro.load(folder, memory=two(*budgets(folder)[:2], "auto"))
+        expert_memory(model).on_miss = Always()
+        assert_same(model, wanted, "torch")
+        model = moestro.load(folder, memory=two(*budgets(folder)[:2], "compute"))
+        refused(UnsupportedError, 'on_miss="compute"', logits, model, torch.tensor([[3]]))
 
 
 def test_a_live_run_hits_as_its_own_replay(made):
@@ -235,6 +243,8 @@ def test_what_is_refused(made):
     refused(UnsupportedError, "prefetch and device_memory", MemoryBudget, 1, **both)
     missing = MemoryBudget(whole, device_memory=DeviceMemory(whole, device="cuda:77"))
     refused(InvalidInputError, "cuda:77", moestro.load, folder, memory=missing)
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+    refused(InvalidInputError, "cuda:77", from_pretrained, folder, quantization_config=MoestroConfig(memory=missing))
     config = MoestroConfig(memory=whole, device_memory=least)
     refused(UnsupportedError, "of no device", AutoModelForCausalLM.from_pretrained, folder, quantization_config=config)
     model = moestro.load(folder, memory=two(least, whole))

@@ -127,6 +127,8 @@ def test_a_port_that_is_taken() -> None:
         ["--port", "0", "--memory", "much"],
         ["--port", "0", "--memory", "1kB"],
         ["--port", "0", "--prefetch"],
+        ["--port", "0", "--device-memory", "1GB"],
+        ["--port", "0", "--memory", "1GB", "--device-memory", "1GB"],
         ["--port", "0", "--memory", "1GB", "--format", "mxfp4"],
         ["--port", "0", "--memory", "1GB", "--strategy", "all_experts"],
     ],

@@ -18,11 +18,10 @@ def memory_budget(operation: str, memory: str | None, prefetch: bool, device_mem
     from moestro.memory import DeviceMemory, MemoryBudget
 
     if memory is None:
-        given = [name for name, value in (("prefetch", prefetch), ("device-memory", device_memory)) if value]
-        if given:
+        if prefetch or device_memory is not None:
             raise invalid_input(
                 operation,
-                got=f"--{given[0]} without --memory",
+                got=f"--{'prefetch' if prefetch else 'device-memory'} without --memory",
                 needs="a budget: without one every expert is mapped",
                 fix="Add --memory, as in --memory 8GB.",
             )

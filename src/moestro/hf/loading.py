@@ -98,7 +98,7 @@ def load(
 def _destination(
     device: torch.device | str | DeviceMesh | None, wanted: MoestroConfig
 ) -> tuple[DeviceMesh | None, torch.device | None]:
-    """The mesh, if it is one, and where the model goes; None where nobody says. A budget is told."""
+    """The mesh, if it is one, and where the model goes; None where nobody says. The budget gets its device."""
     mesh = device if isinstance(device, DeviceMesh) else None
     named = device.device_type if isinstance(device, DeviceMesh) else device
     place = None if named is None else find_device(named, OPERATION)

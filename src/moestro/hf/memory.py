@@ -65,9 +65,11 @@ def check_memory(
     """Refuse experts that cannot be computed as their files have them, before any weight is read."""
     if cut:
         raise _refused("a mesh", "one process", "Leave device out, or load without memory=.")
-    if budget.device_memory is not None and budget.device_memory.device is None:
-        fix = 'Name it: DeviceMemory(..., device="cuda"), or load by moestro.load(device="cuda").'
-        raise _refused("device_memory= of no device", "the device that computes", fix)
+    if budget.device_memory is not None:
+        if budget.device_memory.device is None:
+            fix = 'Name it: DeviceMemory(..., device="cuda"), or load by moestro.load(device="cuda").'
+            raise _refused("device_memory= of no device", "the device that computes", fix)
+        find_device(budget.device_memory.device, OPERATION)
     for recipe in (recipe for stored in layers for recipe in stored.recipes):
         wanted = targets[recipe.target]
         if wanted != recipe.format:

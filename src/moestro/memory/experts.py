@@ -23,6 +23,11 @@ from moestro.memory.turns import Turn, Turns
 from moestro.weights import ExpertWeights
 
 _CPU = torch.device("cpu")
+_MISSED = {
+    "copy": "",
+    "compute": ", misses computed by the CPU (not bit-identical)",
+    "auto": ", misses computed by the CPU where that is faster (not bit-identical)",
+}
 
 
 class ExpertMemory:
@@ -49,9 +54,9 @@ class ExpertMemory:
     def __init__(
         self, layers: Sequence[LayerPlan], budget: MemoryBudget, below: Below, device: torch.device | None = None
     ) -> None:
-        own = budget.device_memory
+        self._own = own = budget.device_memory if device is not None else None
         self.budget, self.below, self.reader = budget, below, below.reader
-        self.nbytes = budget.nbytes if device is None or own is None else own.nbytes
+        self.nbytes = budget.nbytes if own is None else own.nbytes
         self.device = device or _CPU
         sizes = [plan.size for plan in layers]
         self.residents = Residents(sizes, self.nbytes, policy_named(OPERATION, budget.policy))
@@ -66,14 +71,15 @@ class ExpertMemory:
         self.total_bytes = total_bytes(sizes)
         self.seconds_waiting = 0.0
         self.prefetcher: Prefetcher | None = None
-        self.on_miss = Gain() if device is not None and own is not None and own.on_miss == "auto" else None
-        self._always_below = device is not None and own is not None and own.on_miss == "compute"
+        self.on_miss = Gain() if own is not None and own.on_miss == "auto" else None
         self.lock = threading.RLock()
 
     @property
     def computes_below(self) -> bool:
         """Whether decoding computes experts that are not here where they are, in the step that goes on."""
-        return self._always_below or (self.on_miss is not None and self.on_miss.on)
+        if self.on_miss is not None:
+            return self.on_miss.on
+        return self._own is not None and self._own.on_miss == "compute"
 
     def step_began(self, decodes: bool) -> None:
         """A forward begins at its first layer."""
@@ -100,9 +106,10 @@ class ExpertMemory:
         residents = self.residents
         little = "" if self.slot_bytes >= residents.cycle else f", below the {shown_bytes(residents.cycle)} of a token"
         ahead = "" if self.prefetcher is None else f", {self.prefetcher}"
+        missed = "" if self._own is None else _MISSED[self._own.on_miss]
         return (
             f"experts in {shown_bytes(self.slot_bytes)} of {shown_bytes(self.total_bytes)}{little}:"
-            f" {residents.slots} slots, policy {self.budget.policy}, {self.below}{ahead}"
+            f" {residents.slots} slots, policy {self.budget.policy}{missed}, {self.below}{ahead}"
         )
 
     def statistics(self) -> dict[str, Any]:
@@ -134,11 +141,10 @@ class ExpertMemory:
         }
 
     def _missed(self) -> dict[str, Any] | None:
-        own = self.budget.device_memory
-        if own is None:
+        if self._own is None:
             return None
         gain = None if self.on_miss is None else self.on_miss.gain
-        return {"asked": own.on_miss, "computes": self.computes_below, "gain": gain}
+        return {"asked": self._own.on_miss, "computes": self.computes_below, "gain": gain}
 
     def _prefetched(self) -> dict[str, Any] | None:
         if self.prefetcher is None:

@@ -72,7 +72,7 @@ class Turns:
                 self._finish(begun)
                 self._arrived += 1
                 self.begin()
-                if rest.experts and self._like is not None:  # else its copies go out, and their slots wait for them
+                if rest.experts and self._like is not None:  # of a host slot copies go out, and `empty` waits for them
                     self._layer.pool.use(rest.slots)
                 if rest.experts:
                     yield Turn(rest, self._layer)

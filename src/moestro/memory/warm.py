@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from moestro.errors import invalid_input
 from moestro.memory.amounts import shown_bytes
 from moestro.memory.budget import MemoryBudget
 from moestro.memory.experts import ExpertMemory
 from moestro.memory.policy import Visit
-from moestro.memory.reader import OPERATION, Reader
+from moestro.memory.reader import Reader
 from moestro.memory.tiers import Copy, Files, LayerPlan, Link, Rooms, link_to
 from moestro.memory.turns import Turn, Turns
 from moestro.ops.grouping.tuning import MOST_EXPERTS
@@ -23,26 +22,22 @@ def tiers_of(layers: Sequence[LayerPlan], budget: MemoryBudget, reader: Reader) 
     """The topmost tier of a budget, with the others below it: slots of the device, of the host, files.
 
     Raises:
-        InvalidInputError: a budget below the least that works; a device that there is not.
+        InvalidInputError: a budget below the least that works.
+        UnsupportedError: a device that is neither the CPU nor an NVIDIA GPU.
     """
     host, own = ExpertMemory(layers, budget, Files(reader, layers)), budget.device_memory
     if own is None:
         return host
-    try:
-        device = torch.empty(0, device=own.device).device
-    except (RuntimeError, AssertionError) as error:
-        raise invalid_input(
-            OPERATION,
-            got=f"memory of the device {own.device!r} ({str(error).splitlines()[0]})",
-            needs="a device of this machine",
-            fix="Leave device_memory out: on a CPU memory= is all there is.",
-        ) from error
+    device = torch.empty(0, device=own.device).device
     memory = [part for pool in host.pools for part in pool.memory]
     return ExpertMemory(_told_apart(layers, own.nbytes), budget, Warm(host, link_to(device, memory)), device)
 
 
 def _told_apart(layers: Sequence[LayerPlan], nbytes: int) -> list[LayerPlan]:
-    """Layers that share no more slots than kernels of a device order rows by; those of one call are all of a pool."""
+    """The layers, those that are alike in groups that share slots, with at most `MOST_EXPERTS` experts each.
+
+    A call is given all slots of its layer's group, and a GPU's kernels take no more than that.
+    """
     alike: dict[tuple[int, str], int] = {}
     for size in (plan.size for plan in layers):
         key = size.expert_bytes, size.pool_key
@@ -141,7 +136,7 @@ class Delivery:
         return self._copies[expert]
 
     def end(self) -> None:
-        """Nothing more is read; nor copied, once this returns, unless all was waited for, which hands copies over."""
+        """Another visit begins. Copies that were waited for may go on: the slots above have them."""
         if self._awaited:
             self.close()
         else:

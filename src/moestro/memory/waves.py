@@ -101,7 +101,7 @@ def _compute(prepared: Prepared, arguments: tuple[Any, ...], layer: LayerMemory)
         y: Tensor = prepared.compute(x, nobody, weights.planned_for(x), strategy)  # reads no expert
         return y
     waves, asked = layer.visit(visit, x)
-    below = prepared.in_waves is not None and visit.last is None and _computes_below(x, routing, weights, layer)
+    below = visit.last is None and _computes_below(prepared, x, routing, weights)
     with closing(layer.in_turn(visit, waves, weights, asked, below)) as turns:
         if prepared.in_waves is None:
             return _walked(prepared, arguments, turns, slots)
@@ -133,18 +133,18 @@ def _by_engine(arguments: tuple[Any, ...], turns: Iterator[Turn], in_parts: bool
     return whole
 
 
-def _computes_below(x: Tensor, routing: Routing, weights: MemoryWeights, layer: LayerMemory) -> bool:
+def _computes_below(prepared: Prepared, x: Tensor, routing: Routing, weights: MemoryWeights) -> bool:
     """Whether experts that the device lacks are computed where they are."""
-    memory = layer.memory
-    if not memory.computes_below:
+    layer = weights.layer
+    if layer is None or not layer.memory.computes_below:
         return False
-    if _engine(x, routing, memory.below.layers[layer.index].slots_of(weights)) is not None:
+    slots = layer.memory.below.layers[layer.index].slots_of(weights)
+    if prepared.in_waves is not None and _engine(x, routing, slots) is not None:
         return True
-    if memory.on_miss is not None:
+    if layer.memory.on_miss is not None:
         return False
-    raise _refused(
-        'on_miss="compute"', "experts and rows that an engine of the CPU takes", 'Leave on_miss to "copy" or "auto".'
-    )
+    needs = "kernels on the device, and an engine of the CPU that takes the same experts and rows"
+    raise _refused('on_miss="compute"', needs, 'Leave on_miss to "copy" or "auto".')
 
 
 def _on_host(x: Tensor, named: Routing, slots: ExpertWeights) -> Tensor:
