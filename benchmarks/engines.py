@@ -22,9 +22,10 @@ from peers import installed
 
 MOESTRO = {
     "moestro": {},
-    "moestro-projections": {"projections": True},
+    "moestro-projections": {"projections": "auto"},
+    "moestro-projections-int8": {"projections": "int8"},
     "moestro-int8": {"input_format": "int8"},
-    "moestro-int8-projections": {"input_format": "int8", "projections": True},
+    "moestro-int8-projections": {"input_format": "int8", "projections": "auto"},
 }
 """Name -> options of `moestro.load`."""
 

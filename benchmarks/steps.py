@@ -103,7 +103,7 @@ def main() -> None:
     """Run what the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--projections", action="store_true")
+    parser.add_argument("--projections", default="auto", help="auto, torch or a format")
     parser.add_argument("--new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     print(machine_line({**machine.describe(), "device": "cpu"}))

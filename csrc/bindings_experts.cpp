@@ -235,8 +235,10 @@ void make_experts(ExpertMlp* self, int64_t isa, const Stored& gate_up, const Sto
     new (self) ExpertMlp(checked_isa(isa), call, gate_up, down);
 }
 
-void make_linear(Linear* self, int64_t isa, const Stored& weights, const FloatArray* bias, int x_dtype, int out_dtype) {
+void make_linear(Linear* self, int64_t isa, const Stored& weights, const FloatArray* bias, int x_dtype, int out_dtype,
+                 bool same_bits) {
     LinearCall call;
+    call.same_bits = same_bits;
     call.weights.rows = weights.described().rows;
     call.bias = array_or_none(bias);
     call.x.dtype = checked_dtype(x_dtype), call.out_dtype = checked_dtype(out_dtype);
@@ -300,7 +302,8 @@ void bind_experts(nb::module_& m) {
         .def("plan", &ExpertMlp::plan, "num_threads"_a, "num_tokens"_a, "ids_address"_a)
         .def("workspace_bytes", &ExpertMlp::workspace_bytes, "num_tokens"_a);
     nb::class_<Linear>(m, "Linear")
-        .def("__init__", &make_linear, nb::kw_only(), "isa"_a, "weights"_a, "bias"_a.none(), "x_dtype"_a, "out_dtype"_a)
+        .def("__init__", &make_linear, nb::kw_only(), "isa"_a, "weights"_a, "bias"_a.none(), "x_dtype"_a, "out_dtype"_a,
+             "same_bits"_a)
         .def("run", &Linear::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "out_address"_a)
         .def("plan", &Linear::plan, "num_threads"_a, "num_tokens"_a)
         .def("workspace_bytes", &Linear::workspace_bytes, "num_tokens"_a);

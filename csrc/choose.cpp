@@ -105,7 +105,9 @@ Kernel choose(const Case& asked) {
 }
 
 Input input_of(const Isa& isa, const LinearCall& call) {
-    return isa.bfloat16 && is_bfloat16(call.x, call.weights) ? Input::bfloat16 : Input::floats;
+    if (isa.bfloat16 && is_bfloat16(call.x, call.weights)) return Input::bfloat16;
+    const bool can = call.x.dtype != Element::f32 && takes_int8(call.weights);
+    return can && !call.same_bits && isa.int8_residual ? Input::int8_residual : Input::floats;
 }
 
 Input input_of(const Isa& isa, const Call& call) {
@@ -134,7 +136,12 @@ bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows) {
     return !call.same_bits && expert_rows <= isa.direct_tokens;
 }
 
-bool takes_tiles(const Isa& isa, const LinearCall&) { return isa.tiles && !isa.tiles->are_vectors; }
+bool takes_tiles(const Isa& isa, const LinearCall& call) {
+    if (!isa.tiles) return false;
+    const bool packed = has_scale(call.weights.element);
+    if (call.same_bits || !packed) return !isa.tiles->are_vectors;
+    return call.num_tokens >= fewest_tiled(*isa.tiles, call.weights, input_of(isa, call));
+}
 
 int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_block, 1, kTokenBlock); }
 

@@ -104,6 +104,7 @@ struct LinearCall {
     Projection weights;
     void* out = nullptr;  // contiguous [T, rows]
     Element out_dtype = Element::f32;
+    bool same_bits = false;  // as of a Call
     int num_threads = 1;
 };
 

@@ -1,6 +1,7 @@
 // Memory of a call, and how vectors lie in it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -93,5 +94,11 @@ struct Layout {
         for (int64_t k = columns; k < padded; ++k) row[position(k)] = 0.0f;
     }
 };
+
+// From one row of x to the next of a matrix by itself, in floats: as its kernels want it, or as floats.
+inline int64_t linear_stride(const RowOps* ops, const Projection& p, const Layout& layout) {
+    const int64_t floats = layout.stride();
+    return ops ? round_up(std::max(ops->row_floats(p.element, p.columns), floats), 16) : floats;
+}
 
 }  // namespace moestro

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <vector>
 
 #include "choose.h"
 #include "counts.h"
@@ -24,10 +25,8 @@ public:
     Linear(const Isa& isa, const LinearCall& call, int64_t first, int64_t n)
         : isa_(isa), call_(call), first_(first), n_(n), tiled_(takes_tiles(isa, call)),
           row_ops_(row_ops(isa, input_of(isa, call))), layout_(call.weights.element, call.weights.columns, isa.lanes),
-          x_stride_(row_ops_ ? round_up(row_ops_->row_floats(call.weights.element, call.weights.columns), 16)
-                             : layout_.stride()),
-          queue_(cut(call)) {
-        x_ = arena().reserve(takes_tiles(isa, call) ? num_tiles() * tile_words(call.weights.columns) : n * x_stride_);
+          x_stride_(linear_stride(row_ops_, call.weights, layout_)), queue_(cut(call)), is_float_(static_cast<size_t>(n), row_ops_ == nullptr) {
+        x_ = arena().reserve(tiled_ ? num_tiles() * tile_words(call.weights.columns) : n * x_stride_);
     }
 
     void run() {
@@ -66,7 +65,9 @@ private:
         float* to = x_ + i * x_stride_;
         float* wide = row_ops_ || layout_.nibbles ? scratch().reserve(columns) : to;
         isa_.widen(row(i), call_.x.dtype, columns, 1.0f, wide);
-        if (row_ops_ && row_ops_->quantize_row(call_.weights.element, columns, 0, wide, to)) return;
+        const Projection& p = call_.weights;
+        if (row_ops_ && row_ops_->quantize_row(p.element, columns, p.group_columns, wide, to)) return;
+        is_float_[i] = true;
         if (wide != to) layout_.place(wide, 0, columns, to);
         layout_.clear_padding(to);
     }
@@ -74,7 +75,8 @@ private:
     void take_ranges() {
         const int64_t sums = 4 * kBlock, segment = kBlock * kSegment;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
-        const int64_t panel = std::max(scratch_floats(layout_.padded, kBlock), of_tiles);
+        const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
+        const int64_t panel = round_up(std::max({scratch_floats(layout_.padded, kBlock), of_tiles, of_rows}), 16);
         float* room = scratch().reserve(panel + sums + segment);
         Part memory{};
         memory.panel = room, memory.sums = room + panel, memory.out = room + panel + sums;
@@ -99,28 +101,42 @@ private:
     void dotted(Reader& reader, const Part& part) const {
         const Projection& p = call_.weights;
         const int64_t m = part.num_tokens;
+        // Rows that became what row_ops_ multiplies, and after them those that stayed floats.
+        int64_t row_of[kBlock], integers = 0, n = 0;
         const float* x[kBlock];
-        for (int64_t r = 0; r < m; ++r) x[r] = x_ + (part.first_token + r) * x_stride_;
+        for (int is_float = 0; is_float < 2; ++is_float) {
+            for (int64_t r = 0; r < m; ++r) {
+                const int64_t t = part.first_token + r;
+                if (is_float_[t] == is_float) row_of[n] = r, x[n++] = x_ + t * x_stride_;
+            }
+            if (!is_float) integers = n;
+        }
         Case asked{isa_, p};
         asked.input = input_of(isa_, call_);
         asked.rows = m;
         const Kernel kernel = choose(asked);
-        if (reader.counts) count(Stage::linear, kernel);
+        asked.input = Input::floats;
+        asked.rows = m - integers;
+        const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
+        if (reader.counts && integers > 0) count(Stage::linear, kernel);
+        if (reader.counts && integers < m) count(Stage::linear, float_kernel);
         for (int64_t at = part.first_row; at < part.last_row; at += 4) {
             ReadRow four[4] = {};
             for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(at + j, part.last_row - 1);
             FourRows rows;
             take_rows(rows, p, 0, four);
-            rows.decoded = kernel == Kernel::decoded_dots;
+            rows.decoded = float_kernel == Kernel::decoded_dots;
             if (int64_t then = at; reader.ahead(then, 4)) {
                 for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(then + j, p.rows - 1);
                 follow(rows, p, 0, four);
             }
-            (row_ops_ ? row_ops_->four_rows : isa_.four_rows)(rows, x, m, part.sums, part.panel);
+            if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
+            if (integers < m)
+                isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
             float* out = part.out + at - part.first_row;
             for (int64_t r = 0; r < m; ++r)
                 for (int64_t j = 0; j < std::min<int64_t>(4, part.last_row - at); ++j)
-                    out[r * kSegment + j] = part.sums[4 * r + j];
+                    out[row_of[r] * kSegment + j] = part.sums[4 * r + j];
         }
     }
 
@@ -166,6 +182,7 @@ private:
     const Layout layout_;
     const int64_t x_stride_;
     Queue queue_;
+    std::vector<uint8_t> is_float_;  // of the rows of x; where row_ops_ is null all are
     float* x_ = nullptr;
 };
 

@@ -107,7 +107,7 @@ int64_t workspace_bytes(const Isa& isa, const LinearCall& call) {
     const int64_t columns = call.weights.columns;
     const RowOps* ops = row_ops(isa, input_of(isa, call));
     const Layout layout(call.weights.element, columns, isa.lanes);
-    const int64_t row = ops ? round_up(ops->row_floats(call.weights.element, columns), 16) : layout.stride();
+    const int64_t row = linear_stride(ops, call.weights, layout);
     return 4 * (takes_tiles(isa, call) ? (n + 15) / 16 * tile_words(columns) : n * row);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 
 # Before torch starts its threads: workers of one machine that each take every core are slower than one thread each.
@@ -12,6 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# What is measured on this machine while tests run, by this process or those it starts, is not kept for others.
+os.environ["XDG_CACHE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"moestro-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+)
 
 import hypothesis
 import numpy as np

@@ -179,10 +179,10 @@ CASES: dict[str, tuple[Callable[[], object], str, str, str]] = {
         "Mixture",
     ),
     "accelerate projections": (
-        lambda: moestro.accelerate(nn.Linear(2, 2), projections="int8"),  # type: ignore[arg-type]
+        lambda: moestro.accelerate(nn.Linear(2, 2), projections="int9"),
         "accelerate",
-        "projections='int8'",
-        "True or False",
+        "projections='int9'",
+        "torch, auto, fp8-e4m3-tensor",
     ),
     "accelerate strategy": (lambda: moestro.accelerate(nn.Linear(2, 2), "best"), "accelerate", "'best'", "grouped"),
 }

@@ -97,7 +97,7 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
     Args:
         operation: `moestro.expert_mlp`, `moestro.topk`, `moestro.group_by_expert`,
             `moestro.ops.projection.projection`, or an `Experts` or `MoE` module, or a linear module that
-            `moestro.accelerate(model, projections=True)` serves.
+            `moestro.accelerate(model, projections="auto")` serves.
         arguments: what the call would be given; a module's forward arguments for a module (its router is run).
 
     Raises:

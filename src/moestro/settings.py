@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.compiler import is_dynamo_compiling
 
@@ -57,6 +58,11 @@ MASKED = tuple(os.environ.get(MASK_VARIABLE, "").replace(",", " ").split())
 def bench_peers() -> str | None:
     """The folder of peers that the benchmark may run beside those of PyTorch and Transformers; read when asked."""
     return os.environ.get(BENCH_PEERS_VARIABLE) or None
+
+
+def cache_folder() -> Path:
+    """Where what was measured on this machine is kept: moestro in XDG_CACHE_HOME, else in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moestro"
 
 
 def api_keys() -> str | None:

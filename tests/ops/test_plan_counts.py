@@ -154,7 +154,9 @@ def test_linear_has_a_plan_too(counted):
                 element=code, scale=0, rows=70, columns=33, row_stride=33 * weight.element_size(),
                 base=(weight.data_ptr(), 0, 0, 0),
             )  # fmt: skip
-            linear = native.module.Linear(isa=isa.index, weights=stored, bias=None, x_dtype=code, out_dtype=code)
+            linear = native.module.Linear(
+                isa=isa.index, weights=stored, bias=None, x_dtype=code, out_dtype=code, same_bits=False
+            )
             out = torch.empty(num_tokens, 70, dtype=dtype)
             linear.run(2, num_tokens, x.data_ptr(), 33, out.data_ptr())
             plan = {(r.projection, r.kernel): r.units for r in linear.plan(2, num_tokens)}

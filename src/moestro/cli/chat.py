@@ -47,7 +47,7 @@ def chat(
     dtype: options.Dtype = "auto",
     format: options.Format = None,
     input_format: options.InputFormat = "float",
-    projections: options.Projections = False,
+    projections: options.Projections = "auto",
     memory: options.Memory = None,
     prefetch: options.Prefetch = False,
     device_memory: options.DeviceMemory = None,
@@ -94,7 +94,12 @@ def endpoint(source: Source, url: str, name: str | None, key: str | None, sampli
     from moestro.hf import MoestroConfig
     from moestro.serve.partners import Endpoint
 
-    if source.model or source.template or source.place != ("auto", "cpu", "auto") or source.how != MoestroConfig():
+    if (
+        source.model
+        or source.template
+        or source.place != ("auto", "cpu", "auto")
+        or source.how != MoestroConfig(projections="auto")
+    ):
         raise invalid_input(
             "chat",
             got="--url with a model to load, or with options of loading",

@@ -53,7 +53,7 @@ def generate(
     dtype: options.Dtype = "auto",
     format: options.Format = None,
     input_format: options.InputFormat = "float",
-    projections: options.Projections = False,
+    projections: options.Projections = "auto",
     memory: options.Memory = None,
     prefetch: options.Prefetch = False,
     device_memory: options.DeviceMemory = None,
@@ -243,6 +243,7 @@ def summary(said: dict[str, Any]) -> str:
         said["dtype"],
         *(f"experts {layout}" for layout in said["stored_experts"]),
         *(f"{count} projections by {name}" for name, count in said["projections"].items()),
+        *(f"projections stored as {name}" for name in said["stored_projections"]),
     ]
     speed = "" if speeds["generated"] is None else f", {speeds['generated']:.1f} tokens/s"
     memory = "" if said["memory"] is None else f"\n{said['memory']['hits']}\n{said['memory']['line']}"
@@ -259,8 +260,10 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
 
     from moestro.hf import served_projections
 
+    served = served_projections(text_model.model).values()
+    device = text_model.model.device
     with torch.no_grad():
-        rows = [(p, p.weight.new_empty(1, p.in_features)) for p in served_projections(text_model.model).values()]
+        rows = [(p, torch.empty(1, p.in_features, dtype=p.dtype, device=device)) for p in served]
         projections = Counter(str(moestro.explain(projection, row).chosen) for projection, row in rows)
     return {
         "prompt": prompt,
@@ -276,6 +279,7 @@ def report(text_model: TextModel, prompt: str, found: Generation) -> dict[str, A
         "dtype": str(text_model.model.dtype).removeprefix("torch."),
         "stored_experts": sorted({layer.layout for layer in text_model.served if layer.stored}),
         "projections": dict(projections),
+        "stored_projections": sorted({p.stored.format.name for p in served if p.stored is not None}),
         "memory": _memory(text_model.model),
         "device": str(text_model.model.device),
         "threads": torch.get_num_threads(),

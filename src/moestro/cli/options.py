@@ -17,7 +17,7 @@ Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may 
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")]
 Format = Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")]
 InputFormat = Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")]
-Projections = Annotated[bool, typer.Option("--projections", help="Linear modules by the engine too.")]
+Projections = Annotated[str, typer.Option(help="Linear modules: auto, torch, or stored as int8, ...")]
 Memory = Annotated[str | None, typer.Option(help="Bytes for all experts, as 8GB; the others are read as needed.")]
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="With --memory: read what the next layer will ask for.")]
 DeviceMemory = Annotated[str | None, typer.Option(help="With --memory and a GPU: bytes of it for experts.")]

@@ -41,7 +41,7 @@ def serve(
     dtype: options.Dtype = "auto",
     format: options.Format = None,
     input_format: options.InputFormat = "float",
-    projections: options.Projections = False,
+    projections: options.Projections = "auto",
     memory: options.Memory = None,
     prefetch: options.Prefetch = False,
     device_memory: options.DeviceMemory = None,

@@ -36,8 +36,8 @@ class MoestroConfig(QuantizationConfigMixin):
         memory, device_memory: by name only; as for `moestro.load`.
 
     Raises:
-        InvalidInputError: an unknown format, search or input_format, projections that are neither True nor False, an
-            argument that there is not, or a version later than this.
+        InvalidInputError: an unknown format, search, input_format or projections, an argument that there is not, or a
+            version later than this.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MoestroConfig(QuantizationConfigMixin):
         overrides: Mapping[str, str] | None = None,
         rest: Mapping[str, Any] | None = None,
         input_format: InputFormat = "float",
-        projections: bool = False,
+        projections: str = "torch",
         **others: Any,
     ) -> None:
         memory, device_memory = others.pop("memory", None), others.pop("device_memory", None)

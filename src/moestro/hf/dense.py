@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.utils.logging import tqdm
 
 from moestro.errors import invalid_input, unsupported
+from moestro.formats import FORMATS, PackedTensor, check_shape, dequantize, find_format, quantize
 from moestro.ops.projection import of_rows, projection
 
+PROJECTIONS = ("torch", "auto")
+"""What projections may be, besides a format's name: PyTorch's own linear modules, or whoever is faster."""
+
 _SERVED = (torch.bfloat16, torch.float16)
+_FLOATS = (*_SERVED, torch.float32)
+_ROUTED = re.compile(r"(^|[._])(gate|gating|switch|router\w*)(\.|$)|(^|\.)experts?\.")
+"""In names of routers' linear modules, and of experts' own."""
 
 
 class Projection(nn.Linear):
@@ -21,10 +31,17 @@ class Projection(nn.Linear):
     torch.compile and torch.export it is PyTorch's own linear.
     """
 
+    stored = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return self.weight.dtype
+
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         matches = input.dtype == weight.dtype and input.shape[-1] == weight.shape[1]
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type) or not matches:
+        if _is_watched(input) or not matches:
             return super().forward(input)
         return of_rows(input, weight, bias)
 
@@ -33,45 +50,131 @@ class Projection(nn.Linear):
         return projection, input.reshape(-1, input.shape[-1]), self.weight, self.bias
 
 
-def check_choice(projections: Any, operation: str) -> None:
-    """Refuse what is neither True nor False: a format, say, which only experts have."""
-    if not isinstance(projections, bool):
-        raise invalid_input(
-            operation,
-            got=f"projections={projections!r}",
-            needs="True or False",
-            fix="Weights outside the experts keep their dtype; True only has the engine multiply them.",
+class StoredProjection(nn.Linear):
+    """An `nn.Linear` whose weight is stored in a format, and is no parameter.
+
+    Attributes:
+        stored: the weight [N, K] as stored.
+        dtype: what the weight was, and what it is decoded to where PyTorch multiplies.
+    """
+
+    stored: PackedTensor
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight [N, K], decoded anew for whoever asks."""
+        return dequantize(self.stored, self.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if _is_watched(input) or input.shape[-1] != self.in_features or input.dtype != self.dtype:
+            return F.linear(input, self.weight, self.bias)
+        return of_rows(input, self.stored, self.bias)
+
+    def explained(self, input: Tensor) -> tuple[Callable[..., Tensor], Tensor, PackedTensor, Tensor | None]:
+        """The call behind this one and its arguments, for `moestro.explain`."""
+        return projection, input.reshape(-1, input.shape[-1]), self.stored, self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.stored.format.name}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredProjection:
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.stored.device)).device
+        parts = {name: getattr(self.stored, name).to(device) for name in self.stored.format.names}
+        self.stored = PackedTensor(format=self.stored.format, **parts)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        super()._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        raise unsupported(
+            "save",
+            got=f"{prefix.removesuffix('.')}, which projections={self.stored.format.name!r} rounded to that format",
+            needs="linear modules as their checkpoint has them",
+            fix="Load the model without projections=, and save that.",
         )
 
 
-def check_projections(model: nn.Module, operation: str) -> None:
-    """Refuse a model of which `serve_projections` could serve nothing."""
-    if any(_is_servable(module) for module in model.modules()):
+def _is_watched(input: Tensor) -> bool:
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
+
+
+def check_choice(projections: Any, operation: str) -> None:
+    """Refuse what is neither of `PROJECTIONS` nor the name of a packed format."""
+    packed = [name for name, form in FORMATS.items() if not form.is_dense]
+    if projections not in (*PROJECTIONS, *packed):
+        raise invalid_input(
+            operation,
+            got=f"projections={projections!r}",
+            needs=f"one of {', '.join((*PROJECTIONS, *packed))}",
+            fix='"auto" lets the engine read them where it is faster; "int8" stores them in 8 bits.',
+        )
+
+
+def check_projections(model: nn.Module, projections: str, operation: str) -> None:
+    """Refuse a model whose linear modules cannot be stored in a format that is asked for."""
+    if projections in PROJECTIONS:
         return
-    dtypes = sorted({str(m.weight.dtype).removeprefix("torch.") for m in model.modules() if type(m) is nn.Linear})
-    found = ", ".join(dtypes) or "other classes"
-    raise unsupported(
-        operation,
-        got=f"projections=True for {type(model).__name__}, whose linear modules have {found}",
-        needs="nn.Linear modules in bfloat16 or float16",
-        fix='Load the model with dtype="bfloat16", or leave projections out: PyTorch reads float32 as fast.',
-    )
+    form, modules = find_format(projections), dict(_storable(model))
+    stored = {module.stored.format.name for module in model.modules() if isinstance(module, StoredProjection)}
+    if stored - {form.name}:
+        raise unsupported(
+            operation,
+            got=f"projections={projections!r} for linear modules that are stored as {', '.join(sorted(stored))}",
+            needs="linear modules as their checkpoint has them",
+            fix="Load the model again.",
+        )
+    if not modules and not stored:
+        raise unsupported(
+            operation,
+            got=f"projections={projections!r} for {type(model).__name__}, which has no nn.Linear beside its routers",
+            needs="nn.Linear modules in float32, bfloat16 or float16",
+            fix="Leave projections out.",
+        )
+    for name, module in modules.items():
+        check_shape(form, module.weight.shape[0], module.weight.shape[1], f"{operation} {name}")
+        if not module.weight.is_meta and not bool(module.weight.isfinite().all()):
+            raise invalid_input(
+                operation,
+                got=f"{name}, in whose weight are NaN or infinities",
+                needs=f"finite weights for {form.name}",
+                fix="Mend the checkpoint, or leave projections out.",
+            )
 
 
-def serve_projections(model: nn.Module) -> None:
-    """Turn every plain `nn.Linear` of 16 bits in `model` into a `Projection`, in place.
+def serve_projections(model: nn.Module, projections: str) -> None:
+    """Have the engine multiply the linear modules of `model`, in place.
 
-    Quantised linear modules, those of other classes and those of float32 stay as they are.
+    "auto" takes every plain `nn.Linear` of 16 bits. A format also stores its weight so, module by module; routers,
+    and the embedding that shares the head's weight, keep theirs. Modules of other classes stay as they are.
     """
-    for module in model.modules():
-        if _is_servable(module):
-            module.__class__ = Projection
+    if projections == "auto":
+        for module in model.modules():
+            if type(module) is nn.Linear and module.weight.dtype in _SERVED:
+                module.__class__ = Projection
+    elif projections not in PROJECTIONS:
+        modules = list(_storable(model))
+        for name, module in tqdm(modules, desc="Quantizing projections", delay=1):
+            _store(module, projections, name)
 
 
-def served_projections(model: nn.Module) -> dict[str, Projection]:
+def served_projections(model: nn.Module) -> dict[str, Projection | StoredProjection]:
     """The linear modules of `model` that run in the engine, by their names; none unless projections were asked for."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
+    kinds = Projection, StoredProjection
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def _is_servable(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, Projection) and module.weight.dtype in _SERVED
+def _storable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear modules that a format may store, by their names."""
+    for name, module in model.named_modules():
+        plain = type(module) in (nn.Linear, Projection) and type(module.weight) is nn.Parameter
+        if plain and module.weight.dtype in _FLOATS and not _ROUTED.search(name):
+            yield name, module
+
+
+def _store(module: Any, form: str, name: str) -> None:
+    weight = module.weight
+    stored = quantize(weight, form, name=name)
+    del module._parameters["weight"]
+    module.__class__ = StoredProjection
+    module.stored, module.dtype = stored, weight.dtype

@@ -39,7 +39,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | DeviceMesh | None = None,
     input_format: InputFormat | None = None,
-    projections: bool | None = None,
+    projections: str | None = None,
     **memory: Unpack[Memory],
 ) -> PreTrainedModel:
     """Load a Transformers model and let moestro serve its experts, without ever holding them in full precision.
@@ -60,8 +60,9 @@ def load(
         input_format: "int8" to round what meets the experts' weights to 8 bits, row by row, and multiply integers; for
             experts in int8, int4, mxfp4, nvfp4 or fp4. "fp8-e4m3" the same with 8-bit floats, for experts in
             fp8-e4m3-*. It is not saved. None for what `format` says, else "float".
-        projections: also run every `nn.Linear` of 16 bits (attention, shared experts, the head) in the native engine
-            while no gradient is asked for. It is not saved. None for what `format` says, else False.
+        projections: the linear modules (attention, shared experts, the head): "torch" leaves them to PyTorch, "auto"
+            has the engine run those of 16 bits where it is faster and no gradient is asked for. A format's name, as
+            "int8", stores their weights so, but for routers; such a model is not saved. None is as in `format`.
         memory: bytes that all experts together may take, a number or "8GB", or a `moestro.memory.MemoryBudget`; others
             are read from their files as they are needed. None maps the files.
         device_memory: beside it, of a GPU that computes: a number, "6GB" or a `moestro.memory.DeviceMemory`.
@@ -73,8 +74,7 @@ def load(
         InvalidInputError: files that are damaged, lack weights or are no safetensors files; an unknown format,
             input_format, dtype or device; a format that cannot store the experts' shapes; too little memory.
         UnsupportedError: a dense model, a family whose experts cannot be stored this way, another quantisation, an
-            input_format that the experts' format does not take, or projections without a linear module of 16 bits; a
-            mesh that cuts experts more often than they can be.
+            input_format that the experts' format does not take; a mesh that cuts experts more often than they can be.
         CollectiveError: ranks of the mesh that load something else, or that do not come.
     """
     wanted = _asked(format, {"input_format": input_format, "projections": projections, **memory})

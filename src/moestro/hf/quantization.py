@@ -93,8 +93,7 @@ class MoestroQuantizer(HfQuantizer):
         if self._sharding is not None:
             _check_served(self._layers, model)
             self._sharding.agree([stored for _, stored in self._layers], self._targets)
-        if config.projections:
-            check_projections(model, "load")
+        check_projections(model, config.projections, "load")
         for layer, stored in self._layers:
             holder: Any = model.get_submodule(stored.path)
             for name in stored.projections.parameters:
@@ -143,8 +142,7 @@ class MoestroQuantizer(HfQuantizer):
             replace_forward(layer, self._strategy(layer, stored))
         if memory is not None:
             keep_here(model)
-        if self.quantization_config.projections:
-            serve_projections(model)
+        serve_projections(model, self.quantization_config.projections)
         serve_attention(model)
         model.register_load_state_dict_pre_hook(find_in_state)
         if self._sharding is not None and len(self._sharding.ranks) > 1:

@@ -69,7 +69,7 @@ class Served:
 
 
 def accelerate(
-    model: Model, strategy: str = "auto", input_format: InputFormat | None = None, *, projections: bool = False
+    model: Model, strategy: str = "auto", input_format: InputFormat | None = None, *, projections: str = "torch"
 ) -> Model:
     """Run the expert layers of a Transformers model with moestro, in place.
 
@@ -88,16 +88,16 @@ def accelerate(
         The same model.
 
     Raises:
-        InvalidInputError: an unknown strategy or input_format, or projections that are neither True nor False.
+        InvalidInputError: an unknown strategy, input_format or projections; a format that cannot store the shape or
+            the values of a linear module.
         UnsupportedError: a dense model, or one with an expert layer that cannot be served or with experts in a list of
-            modules; it names the layer. An input_format of int8 where experts are not stored as integers. Projections
-            where no linear module has 16 bits.
+            modules; it names the layer. An input_format of int8 where experts are not stored as integers. A format of
+            projections where there is no linear module.
     """
     parse_strategy(strategy, "accelerate")
     check_choice(projections, "accelerate")
     found = find(model)
-    if projections:
-        check_projections(model, "accelerate")
+    check_projections(model, projections, "accelerate")
     fresh = [layer for layer in found if stored_in(layer.module) is None]
     stores = [store for layer in found if (store := stored_in(layer.module)) is not None]
     forms = [form for store in stores for form in (store.gate_up.format, store.down.format)]
@@ -117,8 +117,7 @@ def accelerate(
     _serve_layers(found, fresh, strategy)
     for store in stores:
         store.set_input_format(input_format or store.input_format, "accelerate")
-    if projections:
-        serve_projections(model)
+    serve_projections(model, projections)
     serve_attention(model)
     return model
 

@@ -109,6 +109,11 @@ def recorded(x: Tensor, stored: StoredExperts, e: int) -> Tensor:
     blocks = stored.blocks(e)
     if any(block.data.requires_grad for block in blocks):
         return torch.cat([matmul(x, block.data, Way.ROWS) for block in blocks], dim=1)
+    return recorded_product(x, blocks)
+
+
+def recorded_product(x: Tensor, blocks: Blocks) -> Tensor:
+    """`product`, of which autograd records the gradient of x."""
     y: Tensor = _Product.apply(x, blocks, False)  # type: ignore[no-untyped-call]
     return y
 

@@ -1,0 +1,112 @@
+"""Up to how many rows the engine multiplies: found by a search, kept for the machine, and the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import moestro
+from moestro import settings
+from moestro.ops.native import ISAS
+from moestro.ops.projection import measured, projection, tuning
+
+FIRST = [isa for isa in ISAS if isa.runs_here and isa.multiplies_floats][:1]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured.most_rows.cache_clear()
+    yield tmp_path / "moestro"
+    measured.most_rows.cache_clear()
+
+
+def timed(monkeypatch, crossing):
+    """Pretend that the engine is as fast up to so many rows; the numbers of rows that were tried."""
+    tried = []
+
+    def is_ahead(one, other):
+        tried.append(one.args[0].shape[0])
+        return tried[-1] <= crossing
+
+    monkeypatch.setattr(measured, "_is_ahead", is_ahead)
+    return tried
+
+
+@pytest.mark.parametrize("crossing", [0, 1, 3, 4, 16, 100, 256, 5000])
+def test_the_search_finds_the_crossing(monkeypatch, crossing):
+    tried = timed(monkeypatch, crossing)
+    found = measured.most_rows("one", torch.bfloat16, 2, F.linear)
+    assert found == max((rows for rows in measured.STEPS if rows <= crossing), default=0)
+    assert len(tried) <= 4
+
+
+def test_it_is_kept_and_not_measured_again(monkeypatch, folder):
+    tried = timed(monkeypatch, 16)
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 16
+    count = len(tried)
+    measured.most_rows.cache_clear()
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 16
+    assert len(tried) == count
+    assert measured.most_rows("one", torch.bfloat16, 3, F.linear) == 16
+    assert len(tried) == 2 * count
+    kept = json.loads((folder / measured.FILE).read_text())
+    assert [*kept.values()] == [{"one bfloat16 2 threads": 16, "one bfloat16 3 threads": 16}]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', None])
+def test_a_damaged_file_is_measured_over(monkeypatch, folder, content):
+    timed(monkeypatch, 8)
+    folder.mkdir()
+    damaged = json.dumps({measured._machine(): {"one bfloat16 2 threads": "many"}}) if content is None else content
+    (folder / measured.FILE).write_text(damaged)
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
+    assert measured.read() == {"one bfloat16 2 threads": 8}
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    timed(monkeypatch, 8)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(settings, "cache_folder", lambda: tmp_path / "file" / "moestro")
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
+
+
+@pytest.mark.skipif(not FIRST, reason="there is no engine")
+@pytest.mark.unpoisoned
+def test_what_is_measured_decides(monkeypatch):
+    dtype = torch.bfloat16
+    x, weight = torch.randn(40, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    timed(monkeypatch, 32)
+    with torch.no_grad():
+        found = moestro.explain(projection, x[:32], weight)
+        assert found.chosen == f"cpu-{FIRST[0].name}"
+        found = moestro.explain(projection, x[:33], weight)
+    assert found.chosen == "torch"
+    assert "beyond 32 rows (33 here), measured on this machine" in str(found)
+
+
+@pytest.mark.skipif(not FIRST, reason="there is no engine")
+@pytest.mark.unpoisoned
+def test_a_real_measurement(folder):
+    x, weight = torch.randn(2, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        projection(x, weight)
+    assert set(measured.read().values()) <= {0, *measured.STEPS}
+    assert measured.read()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(not FIRST, reason="there is no engine")
+@pytest.mark.unpoisoned
+def test_ranks_of_a_job_do_not_measure(monkeypatch):
+    tried = timed(monkeypatch, 256)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    isa = FIRST[0]
+    most = tuning.TILED_ROWS if isa.has_tile_unit else tuning.DOTTED_ROWS
+    assert tuning.slower(isa, most, torch.bfloat16, F.linear) is None
+    assert "ranks choose alike" in tuning.slower(isa, most + 1, torch.bfloat16, F.linear)
+    assert tried == []

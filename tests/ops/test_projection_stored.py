@@ -1,0 +1,109 @@
+"""A matrix stored in a format, by every implementation: against the formula, and rows that stay floats."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import moestro
+from moestro import formats
+from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.formats import quantize
+from moestro.ops.projection import projection, reference
+from tolerances import assert_close, bit_equal
+
+from .engines import RUNNING, TILED
+
+ENGINES = [isa for isa in (*TILED, *RUNNING) if isa.multiplies_floats]
+PACKED = [name for name, form in formats.FORMATS.items() if not form.is_dense]
+every_engine = pytest.mark.parametrize("isa", ENGINES, ids=lambda isa: isa.name)
+
+
+def dtypes(isa):
+    return [torch.bfloat16] if isa.multiplies_bfloat16 else [torch.float32, torch.bfloat16, torch.float16]
+
+
+def stored(form, rows, columns):
+    unit = formats.FORMATS[form].row_unit
+    return quantize(torch.randn(rows, max(columns // unit, 1) * unit), form)
+
+
+@pytest.mark.unpoisoned
+@every_engine
+@pytest.mark.parametrize("form", PACKED)
+def test_every_format_and_size(isa, form):
+    sizes = itertools.product((1, 3, 16, 33, 65, 130), (1, 64, 300))
+    for i, (rows, columns) in enumerate(sizes):
+        for dtype in dtypes(isa):
+            weight = stored(form, rows, columns)
+            x = torch.randn((1, 2, 5, 11, 50, 97, 200)[i % 7], weight.shape[1]).to(dtype)
+            bias = torch.randn(rows).to(dtype) if i % 2 else None
+            with moestro.use(implementation=f"cpu-{isa.name}"):
+                y = projection(x, weight, bias)
+            assert_close(y, reference.projection(x, weight, bias), dtype)
+
+
+@pytest.mark.unpoisoned
+@every_engine
+@pytest.mark.parametrize("form", ["int8", "int4-g32", "mxfp4"])
+def test_rows_that_no_integers_hold_stay_floats(isa, form):
+    """Among rows of 8-bit integers with a residual: zeros, one large value, NaN, infinity, subnormal values."""
+    dtype, weight = dtypes(isa)[-1], stored(form, 41, 256)
+    x = torch.randn(9, 256).to(dtype)
+    x[1], x[3, 7], x[5] = 0, 30000, 1e-40
+    wanted = reference.projection(x, weight, None)
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        assert_close(projection(x, weight), wanted, dtype)
+        x[0, 3], x[8, 200] = torch.nan, torch.inf
+        y = projection(x, weight)
+        assert y[0].isnan().all()
+        assert not y[8].isfinite().any()
+        assert_close(y[1:8], wanted[1:8], dtype)
+        for count in (1, 2, 6):
+            assert_close(projection(x[1 : 1 + count], weight), wanted[1 : 1 + count], dtype)
+
+
+@every_engine
+@pytest.mark.parametrize("form", ["int8", "mxfp4"])
+def test_deterministic_bits_are_those_of_any_batch(isa, form):
+    dtype, weight = dtypes(isa)[-1], stored(form, 77, 320)
+    x = torch.randn(150, 320).to(dtype)
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        whole = projection(x, weight)
+        for threads, count in itertools.product((1, 2, 5), (1, 2, 3, 9, 33)):
+            torch.set_num_threads(threads)
+            assert bit_equal(projection(x[-count:], weight), whole[-count:])
+
+
+@pytest.mark.skipif(not ENGINES, reason="there is no engine")
+@pytest.mark.unpoisoned
+def test_the_kernels_foreseen_are_those_that_run():
+    for isa, form, rows in itertools.product(ENGINES, ("int8", "fp8-e4m3-channel"), (1, 5, 60, 100)):
+        x, weight = torch.randn(rows, 64).to(dtypes(isa)[-1]), stored(form, 33, 64)
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            found = moestro.explain(projection, x, weight)
+        assert sum(use.rows for use in found.kernels) == rows
+        residual = any("residual" in use.kernel for use in found.kernels)
+        assert not residual or (isa.multiplies_int8_residual and form == "int8")
+
+
+def test_gradients_of_the_rows():
+    weight = stored("int8", 7, 20)
+    x = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    for implementation in ("torch", "reference"):
+        with moestro.use(implementation=implementation):
+            assert torch.autograd.gradcheck(lambda x: projection(x, weight), (x,))
+
+
+def test_what_does_not_fit_is_refused():
+    weight, x = stored("int8", 3, 8), torch.randn(2, 8)
+    stack = quantize(torch.randn(2, 3, 8), "int8")
+    for arguments in ((x[:, 1:], weight), (x, weight, torch.randn(4)), (x.int(), weight), (x, stack)):
+        with pytest.raises(InvalidInputError, match=r"\[projection\] got x"):
+            projection(*arguments)
+    if ENGINES:
+        turned = formats.PackedTensor(weight.data.t().contiguous().t(), weight.format, weight.scales)
+        with moestro.use(implementation="cpu-portable"), pytest.raises(UnsupportedError, match="not contiguous"):
+            projection(x, turned)
