@@ -4,11 +4,15 @@
     python examples/make_checkpoint.py build/cut --like deepseek-v3 --layers 5
     python examples/make_checkpoint.py build/small --like mixtral-8x7b --tiny --fused
     python examples/make_checkpoint.py build/qwen3-mxfp4 --like qwen3-30b-a3b --format mxfp4
+    python examples/make_checkpoint.py build/steady --like gpt-oss-20b --branches 0.05
 
 Configuration, tensor names, shapes, dtypes and the names of the files are the published ones; the numbers are random,
 of sizes that keep what passes through the layers finite and spread the routing. The tokenizer is a stand-in (real ones
 cannot be shipped): each byte is a token, other ids show as their number. Memory holds no more than one expert's
 numbers, so every model can be written at full size: gpt-oss-20b takes 13.8 GB of disk, DeepSeek-V3 689 GB.
+
+With random numbers of full size a rounding grows from layer to layer: it turns choices of experts, and two correct
+programs end with other logits. With --branches 0.05 a layer adds little to what passes through, and they agree.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,8 @@ from published.tokenizer import special_tokens, write_tokenizer
 SHARD_BYTES = 5_000_000_000
 BESIDE_BYTES = 50_000_000
 """What headers, the index and the tokenizer take at most."""
+_LAST = re.compile(r"\b(o_proj|out_proj|down_proj\w*|w2)\b")
+"""In names of tensors: what attention and experts end with."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -50,6 +56,7 @@ class Request:
         tiny: shrink every size; names and dtypes stay.
         fused: experts stacked in one tensor a projection, where the published ones are unstacked.
         format: a format of moestro, to store the experts as moestro's own checkpoints do.
+        branches: what attention and experts add to what passes through a layer is so many times its usual size.
     """
 
     like: str
@@ -57,6 +64,7 @@ class Request:
     tiny: bool = False
     fused: bool = False
     format: str | None = None
+    branches: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,25 @@ def plan(request: Request) -> Plan:
     if generation is not None and request.tiny:
         generation = {key: TINY_IDS.get(key, value) for key, value in generation.items()}
     whole = not request.tiny and request.layers is None
-    return Plan(published, config, generation, tuple(published.layout(config, experts)), whole)
+    items = _with_branches(list(published.layout(config, experts)), request.branches)
+    return Plan(published, config, generation, items, whole)
+
+
+def _with_branches(items: list[Item], size: float) -> tuple[Item, ...]:
+    """The items, those of the last matrix of each attention and expert so many times as large."""
+    if not 0 < size <= 1:
+        _refuse(f"--branches {size:g}", "a number above 0, and 1 at most", "Leave it out, or take 0.05.")
+    names = {item.name for item in items}
+
+    def changes(item: Item) -> bool:
+        scaled_again = item.name.replace("_scales", "_global_scales") in names - {item.name}
+        return _LAST.search(item.name) is not None and not scaled_again
+
+    if size == 1:
+        return tuple(items)
+    return tuple(
+        replace(item, fill=replace(item.fill, size=item.fill.size * size)) if changes(item) else item for item in items
+    )
 
 
 def _check_layers(request: Request, published: Published) -> None:
@@ -207,6 +233,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="every size small; names and dtypes stay")
     parser.add_argument("--fused", action="store_true", help="experts stacked, where Transformers reads that too")
     parser.add_argument("--format", help="experts in one of moestro's formats, as moestro's own checkpoints have them")
+    parser.add_argument("--branches", type=float, default=1.0, help="size of what each layer adds; usually 1")
     sharding = parser.add_mutually_exclusive_group()
     sharding.add_argument("--shard-size", type=parse_size, help="such as 5GB, the default of cut and tiny models")
     sharding.add_argument("--single-file", action="store_true", help="one file, whatever its size")
@@ -220,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     args = _arguments(arguments)
     try:
-        planned = plan(Request(args.like, args.layers, args.tiny, args.fused, args.format))
+        planned = plan(Request(args.like, args.layers, args.tiny, args.fused, args.format, args.branches))
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             task = progress.add_task(args.like, total=planned.nbytes)

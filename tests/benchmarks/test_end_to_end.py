@@ -19,7 +19,7 @@ from moestro.formats import dequantize, quantize
 from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import LOW_PRECISION_INPUT
 from peers import installed
-from peers.bounds import WHOLE_MODEL
+from peers.bounds import OTHER_WEIGHTS, WHOLE_MODEL
 from source import ROOT
 from tolerances import assert_close
 
@@ -120,7 +120,7 @@ def turn(seconds: float, ids: list[int]) -> Turn:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> tuple[list, list[str], float]:
     """Four engines over three rounds: one of half the speed, one that fails at once, one with other logits."""
     rows = [end_to_end.Row(name, "mxfp4", "bfloat16", 2e9) for name in ("a", "slow", "broken", "wrong")]
-    logits = {"a": [1.0, 2.0], "slow": [1.0, 2.1], "wrong": [-1.0, -2.0]}
+    logits = {"a": [1.0, 2.0], "slow": [1.0, 2.02], "wrong": [-1.0, -2.0]}
     jobs = {row.engine: Job(row.engine, "", IDS, 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
     asked: list[str] = []
 
@@ -146,11 +146,38 @@ def test_turns_alternate_and_floors_follow(monkeypatch: pytest.MonkeyPatch, tmp_
     assert first.of_floor == pytest.approx(2.0)  # 2 GB at 10 GB/s are 5 tokens/s
     assert (first.ratio, first.logits_error, first.prompt_tokens_per_second) == (None, None, 20.0)
     assert (slow.tokens_per_second, slow.of_floor, slow.ratio) == pytest.approx((1.25, 4.0, 2.0))
-    assert slow.logits_error == pytest.approx(0.1 / 5**0.5)
+    assert slow.logits_error == pytest.approx(0.02 / 5**0.5, rel=1e-3)
     assert slow.same_tokens == 3
     assert (broken.status, broken.reason, broken.tokens_per_second) == ("failed", "exit code -4", None)
     assert (wrong.status, wrong.ratio) == ("wrong output", None)
     assert f"over {WHOLE_MODEL}" in wrong.reason
+
+
+def test_other_weights_have_a_wider_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> None:
+    logits = {"a": [1.0, 2.0], "near": [1.0, 2.1], "rounded": [1.0, 2.1], "bf16": [1.0, 2.1], "wrong": [1.0, 2.3]}
+    rests = {"rounded": "int8", "bf16": "bf16", "wrong": "int8"}
+    rows = [end_to_end.Row(name, "mxfp4", rests.get(name, "bfloat16"), 2e9) for name in logits]
+    jobs = {row.engine: Job(row.engine, "", IDS, 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
+    for row in rows:
+        row.turns = [turn(0.4, [1, 2, 3, 4])]
+        np.save(jobs[row.engine].logits, np.array(logits[row.engine], dtype=np.float32))
+    end_to_end.conclude(rows, jobs, 1e10)
+    wrong = {row.engine: row.reason for row in rows if row.status == "wrong output"}
+    assert wrong.keys() == {"near", "bf16", "wrong"}
+    assert f"over {OTHER_WEIGHTS}" in wrong["wrong"]
+
+
+def test_projections_in_eight_bits_read_less(folders: dict[str, Path]) -> None:
+    model = end_to_end.describe(folders["gpt-oss-20b"])
+    linear = sum(
+        nbytes
+        for name, (_, nbytes) in entries(folders["gpt-oss-20b"]).items()
+        if name.endswith(("_proj.weight", "lm_head.weight"))
+    )
+    assert model.projection_bytes == linear
+    plain, stored = end_to_end.plan(["moestro-projections", "moestro-projections-int8"], model, None)
+    assert (plain.rest, stored.rest) == ("bfloat16", "int8")
+    assert stored.bytes_per_token == pytest.approx(plain.bytes_per_token - linear / 2)
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> None:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import make_checkpoint as mc
+import moestro
 from moestro.checkpoint import TensorSpec, open_checkpoint
 from moestro.errors import InvalidInputError
 from moestro.formats import FORMATS, PackedTensor, dequantize, find_format
@@ -137,6 +138,25 @@ def test_what_passes_through_all_layers_stays_finite_and_spread(like: str, tmp_p
     if like != "llama4-scout":
         counts = torch.bincount(torch.cat([c.flatten() for c in chosen]))
         assert counts.min() > 0.2 * counts.float().mean()
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("like", ["gpt-oss-20b", "mixtral-8x7b", "dbrx", "qwen3-30b-a3b-fp8"])
+def test_small_branches_add_little_and_a_rounding_stays_one(like: str, tmp_path: Path) -> None:
+    """A change of 1 % in the embedding is one of about 1 % in the logits, at whatever depth."""
+    changes = {}
+    for branches in (1.0, 0.05):
+        folder = tmp_path / f"{branches}"
+        make(folder, mc.Request(like, tiny=True, layers=16, branches=branches))
+        model = moestro.load(folder, dtype="float32")
+        logits = logits_of(model)
+        embedding = model.get_input_embeddings().weight
+        noise = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            embedding += 0.01 * noise * embedding.std()
+        changes[branches] = float((logits_of(model) - logits).norm() / logits.norm())
+    assert 0.005 < changes[0.05] < 0.02
+    assert changes[1.0] > 1.5 * changes[0.05]
 
 
 @pytest.mark.parametrize("like", PUBLISHED)
@@ -265,6 +285,7 @@ REFUSED = {
     "a dense format": (mc.Request("olmoe", format="bfloat16"), "a format with scales"),
     "a format in FP8": (mc.Request("deepseek-v3", format="mxfp4"), "everything but its experts in bfloat16"),
     "a format that does not fit": (mc.Request("qwen3-30b-a3b", tiny=True, format="int4-g128"), "128"),
+    "branches of nothing": (mc.Request("olmoe", branches=0.0), "a number above 0, and 1 at most"),
     "an unknown format": (mc.Request("qwen3-30b-a3b", format="q4_k"), "mxfp4"),
 }
 
