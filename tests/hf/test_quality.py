@@ -188,6 +188,16 @@ def test_rows_as_int8_are_the_variants_and_not_the_baselines(folder: Path, text:
     assert "int8 inputs" in headline(rounded)[2]
 
 
+def test_projections_of_the_variants(folder: Path, text: Path) -> None:
+    wanted = variants(["float32"])
+    plain, stored = (measure(folder, wanted, Options(text=text, projections=name)) for name in ("torch", "int8"))
+    assert [row.projections for row in (stored.baseline, plain.rows[0], stored.rows[0])] == ["torch", "torch", "int8"]
+    assert plain.rows[0].kl_mean == 0 < stored.rows[0].kl_mean
+    assert "projections int8" in headline(stored)[2]
+    with pytest.raises(InvalidInputError, match="projections='int9'"):
+        Options(projections="int9")
+
+
 def test_which_variants() -> None:
     found = variants(["bf16", "mxfp4", "bfloat16"], ["mse", "nearest", "mse"])
     assert found == [Variant("bfloat16"), Variant("mxfp4", "mse"), Variant("mxfp4", "nearest")]

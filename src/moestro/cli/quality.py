@@ -27,6 +27,7 @@ def quality(
     tokens: Annotated[int | None, typer.Option(help="How many to predict, 0 for all; else 32768.")] = None,
     dtype: Annotated[str, typer.Option(help="Of variants: float32, bfloat16, float16, or auto.")] = "float32",
     input_format: Annotated[str, typer.Option(help="Of what meets the experts: float, int8, fp8-e4m3.")] = "float",
+    projections: Annotated[str, typer.Option(help="Of variants: torch, or stored as int8, ...")] = "torch",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
@@ -44,7 +45,7 @@ def quality(
         from moestro.hf.text_model import quiet_transformers
 
         wanted = variants(formats or (), search or ("nearest",), all_formats)
-        options = Options(against, dtype, device, text, tokens, input_format)  # type: ignore[arg-type]
+        options = Options(against, dtype, device, text, tokens, input_format, projections)  # type: ignore[arg-type]
         with quiet_transformers(), bar("loading", not as_json and sys.stderr.isatty()) as on_window:
             found = measure(model, wanted, options, on_window)
         if as_json:

@@ -14,6 +14,7 @@ from moestro.errors import MoestroError, invalid_input, not_one_of
 from moestro.formats import FORMATS, check_shape, find_format
 from moestro.hf.config import MoestroConfig
 from moestro.hf.corpus import OPERATION, Corpus, read_corpus
+from moestro.hf.dense import check_choice, served_projections
 from moestro.hf.loading import load
 from moestro.hf.models import find_device
 from moestro.hf.serving import find, stored_in
@@ -78,7 +79,7 @@ class Options:
 
     Attributes:
         against: the baseline's format; None for the experts as the checkpoint stores them. It is computed in float32.
-        dtype, input_format: of the variants, as for `moestro.load`; the dtype by its name.
+        dtype, input_format, projections: of the variants, as for `moestro.load`; the dtype by its name.
         device: a torch device.
         text: a UTF-8 file; None for the standard library's files that the bundled model's training held out.
         tokens: how many to predict; None for 32,768, or all if there are fewer; 0 for all.
@@ -90,8 +91,10 @@ class Options:
     text: Path | None = None
     tokens: int | None = None
     input_format: InputFormat = "float"
+    projections: str = "torch"
 
     def __post_init__(self) -> None:
+        check_choice(self.projections, OPERATION)
         check_input_format(self.input_format, (), OPERATION)
         if self.dtype not in DTYPES:
             raise not_one_of(OPERATION, "dtype", self.dtype, DTYPES)
@@ -166,7 +169,7 @@ def _measure(
     """The rows of the baseline and of a variant; `tell` is called with the number of windows that both have read."""
     tell(0)
     start = time.perf_counter()
-    how = MoestroConfig(variant.format, variant.search or "nearest")
+    how = MoestroConfig(variant.format, variant.search or "nearest", projections=options.projections)
     model = load(source.path, how, options.dtype, options.device, options.input_format)
     pair = SideBySide(model, baseline)
     tally = Tally(pair.paths)
@@ -205,10 +208,12 @@ def _stored(model: Any) -> Row:
     """How a model stores its experts."""
     kept = [projection for store in _stores(model) for projection in (store.gate_up, store.down)]
     nbytes = sum(projection.nbytes for projection in kept)
+    rest = sorted({module.stored.format.name for module in served_projections(model).values() if module.stored})
     return Row(
         format=" and ".join(dict.fromkeys(projection.format.name for projection in kept)),
         dtype=str(model.dtype).removeprefix("torch."),
         input_format=_stores(model)[0].input_format,
+        projections=" and ".join(rest) or "torch",
         bits_per_weight=8 * nbytes / sum(math.prod(projection.shape) for projection in kept),
         expert_bytes=nbytes,
     )

@@ -48,6 +48,7 @@ class Row:
         status: "ok", or "skipped" with the sentence why in `reason`; the rest is then None.
         dtype: of activations and of all other weights.
         input_format: "int8" or "fp8-e4m3" where rows are rounded before they meet experts, else "float".
+        projections: "torch", or the format in which linear modules beside the experts are stored.
         bits_per_weight: of the experts, scales included, biases not.
         expert_bytes: of all of them.
         bits_per_byte, bits_per_token: negative log2-likelihood of the text over its bytes of UTF-8 and its tokens.
@@ -66,6 +67,7 @@ class Row:
     reason: str | None = None
     dtype: str | None = None
     input_format: str | None = None
+    projections: str | None = None
     bits_per_weight: float | None = None
     expert_bytes: int | None = None
     bits_per_byte: float | None = None
@@ -154,7 +156,9 @@ def headline(report: QualityReport) -> list[str]:
     model, text, own = report.model, report.text, report.baseline
     sizes = f"H {model.hidden_size}, I {model.intermediate_size}, E {model.num_experts}"
     computed = {
-        f"{r.dtype}{'' if r.input_format == 'float' else f', {r.input_format} inputs'}" for r in report.measured
+        f"{r.dtype}{'' if r.input_format == 'float' else f', {r.input_format} inputs'}"
+        f"{'' if r.projections in (None, 'torch') else f', projections {r.projections}'}"
+        for r in report.measured
     }
     return [
         f"model: {model.name} ({model.architecture}, {model.num_layers} expert layers, {sizes})",
