@@ -194,6 +194,11 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return float(start_event.elapsed_time(end_event)) / 1e3
 
 
+def cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe() -> dict[str, Any]:
     """Processor, its features, threads, caches, memory and accelerators, in values that JSON can hold.
 
@@ -205,7 +210,7 @@ def describe() -> dict[str, Any]:
         "architecture": platform.machine(),
         "features": features(),
         "masked_features": list(settings.MASKED),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "cache_bytes": cache_bytes(),
         "memory_bytes": _physical_bytes(),

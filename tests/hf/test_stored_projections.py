@@ -88,6 +88,51 @@ def test_routers_experts_and_the_embedding_keep_their_weights(architecture, kept
     assert model.get_input_embeddings().weight is embedding
 
 
+@pytest.mark.parametrize("architecture", ["deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "hy_v4", "jamba"])
+def test_what_models_read_themselves_or_keep_in_float32_is_not_stored(architecture, monkeypatch):
+    model = zoo.to_bfloat16(built(architecture))
+    precise = {*model._keep_in_fp32_modules, *model._keep_in_fp32_modules_strict}
+    moestro.accelerate(model, projections="int8")
+    served = served_projections(model)
+    assert served
+    assert not [name for name in served for each in precise if each in f"{name}.weight"]
+    decoded = []
+    monkeypatch.setattr(StoredProjection, "weight", property(lambda self: decoded.append(self) or plain(self)))
+    with torch.no_grad():
+        zoo.outputs(model, zoo.inputs_of(model))
+    assert decoded == []
+
+
+def plain(module):
+    return dequantize(module.stored, module.dtype)
+
+
+def test_a_weight_that_is_put_in_is_what_counts():
+    model = built("qwen3_moe")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    moestro.accelerate(model, projections="int8")
+    assert type(model.lm_head) is StoredProjection
+    model.tie_weights()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    module, x, weight = linear(), torch.randn(3, 64).bfloat16(), nn.Parameter(torch.randn(24, 64).bfloat16())
+    module.weight = weight
+    with torch.no_grad():
+        assert torch.equal(module(x), projection(x, weight, module.bias))
+    assert module.state_dict().keys() == {"weight", "bias"}
+    assert "int8" not in repr(module)
+
+
+@pytest.mark.parametrize("projections", ["auto", "int8"])
+@pytest.mark.parametrize("bias", [torch.zeros(24), torch.zeros(23).bfloat16(), torch.zeros(1, 24).half()])
+def test_a_bias_that_does_not_fit_is_refused_as_by_pytorch(projections, bias):
+    model = nn.Sequential(nn.Linear(64, 24).bfloat16())
+    serve_projections(model, projections)
+    model[0].bias = nn.Parameter(bias)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"dtype|size"):
+        model(torch.randn(3, 64).bfloat16())
+
+
 def test_a_second_call_changes_nothing_and_another_format_is_refused():
     model = zoo.to_bfloat16(built("qwen3_moe"))
     inputs = zoo.inputs_of(model)

@@ -212,6 +212,39 @@ bool same_linear(const Isa& isa) {
     return true;
 }
 
+// One packed projection: nearly that of the portable set, with the same bits on any number of threads.
+bool same_packed(const Isa& isa) {
+    if (!isa.tiles && !isa.four_rows) return true;
+    const auto dtype = isa.tiles ? Element::bf16 : static_cast<Element>(generator() % 3);
+    Element element = Element::f32;
+    while (!has_scale(element)) element = kElements[generator() % kNumElements].element;
+    const int64_t W = isa.lanes, size = dtype == Element::f32 ? 4 : 2, tokens = among({1, 2, 5, 17, 49, 97, 200});
+    const int64_t rows = among({1, 2, 3, 15, 16, 17, 33, 65, 200, 417}),
+                  columns = is_nibble(element) ? among({64, 192, 8 * W + 64, 1088})
+                                               : among({1, 3, 7, W - 1, W + 1, 33, 8 * W + 2, 150, 1025});
+    const Experts stored(element, 1, rows, columns, 1, generator() % 2);
+    Bytes x(tokens * columns * size), bias(rows * size), expected(tokens * rows * size);
+    if (generator() % 2) std::memset(x.data.get(), 0, static_cast<size_t>(columns * size));  // a row of zeros
+    if (size == 2)  // and one whose largest value leaves nothing of the others as integers
+        reinterpret_cast<uint16_t*>(x.data.get())[(tokens - 1) * columns] = dtype == Element::bf16 ? 0x4e80 : 0x7800;
+    LinearCall call;
+    call.num_tokens = tokens, call.x = {x.data.get(), dtype, columns}, call.weights = stored.projection;
+    call.weights.table = nullptr, call.weights.base = stored.table[0];
+    if (generator() % 2) call.bias = {bias.data.get(), dtype, 0};
+    call.out = expected.data.get(), call.out_dtype = dtype, call.same_bits = generator() % 2;
+    linear(isa, call);
+    for (const int threads : {2, 5}) {
+        Bytes out(tokens * rows * size);
+        call.num_threads = threads, call.out = out.data.get();
+        linear(isa, call);
+        if (std::memcmp(out.data.get(), expected.data.get(), tokens * rows * size) != 0) return false;
+    }
+    Bytes out(tokens * rows * size);
+    call.out = out.data.get();
+    linear(*kIsas[kNumIsas - 1], call);
+    return are_close(out.data.get(), expected.data.get(), dtype, tokens * rows, dtype == Element::f32 ? 1e-5 : 0.02);
+}
+
 // The largest scores, the larger index first among equal ones; in every dtype, by a sort of all of them.
 bool right_topk() {
     const auto dtype = static_cast<Real>(generator() % 4);
@@ -312,6 +345,14 @@ int main(int argc, char** argv) {
                 }
         std::printf("%s: %d layers and projections\n", kIsas[i]->name, rounds);
     }
+    generator.seed(1);
+    for (int i = 0; i < kNumIsas; ++i)
+        for (int r = 0; kIsas[i]->runs_here() && r < rounds; ++r)
+            if (!same_packed(*kIsas[i])) {
+                std::printf("%s: a packed projection differs in round %d\n", kIsas[i]->name, r);
+                return 1;
+            }
+    generator.seed(1);
     for (int r = 0; r < rounds; ++r)
         if (!right_topk() || !right_routing()) {
             std::printf("routing: wrong in round %d\n", r);

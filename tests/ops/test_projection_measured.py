@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +76,86 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(settings, "cache_folder", lambda: tmp_path / "file" / "moestro")
     assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    timed(monkeypatch, 8)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
+
+
+def test_nothing_but_the_file_is_left(monkeypatch, folder):
+    def full(one, other):
+        raise OSError("No space left on device")
+
+    timed(monkeypatch, 8)
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
+    monkeypatch.setattr(os, "replace", full)
+    assert measured.most_rows("one", torch.bfloat16, 3, F.linear) == 8
+    assert [each.name for each in folder.iterdir()] == [measured.FILE]
+
+
+def test_what_another_process_found_meanwhile_stays(monkeypatch, folder):
+    def is_ahead(one, other):
+        (folder / measured.FILE).write_text(json.dumps({measured._machine(): {"other": 4}, "elsewhere": {"one": 2}}))
+        return True
+
+    folder.mkdir()
+    monkeypatch.setattr(measured, "_is_ahead", is_ahead)
+    measured.most_rows("one", torch.bfloat16, 2, F.linear)
+    assert measured.read() == {"other": 4, "one bfloat16 2 threads": 256}
+    assert "elsewhere" in json.loads((folder / measured.FILE).read_text())
+
+
+def test_threads_measure_one_after_another(monkeypatch):
+    inside, most = [], []
+
+    def is_ahead(one, other):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return True
+
+    monkeypatch.setattr(measured, "_is_ahead", is_ahead)
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda n: measured.most_rows("one", torch.bfloat16, n % 2, F.linear), range(4))
+        assert [*found] == [256] * 4
+    assert max(most) == 1
+    assert len(most) == 8
+
+
+def test_the_graphics_card_is_not_woken(monkeypatch):
+    """A process that has asked for its properties cannot fork workers that use it."""
+
+    def woken(*_):
+        raise AssertionError
+
+    for name in ("device_count", "get_device_name", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, woken)
+    timed(monkeypatch, 8)
+    measured._machine.cache_clear()
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
+
+
+@pytest.mark.skipif(not FIRST, reason="there is no engine")
+@pytest.mark.unpoisoned
+def test_whatever_surrounds_the_first_call(folder):
+    def other_device():
+        return torch.device("meta")
+
+    x, weight = torch.randn(2, 64).half(), torch.randn(9, 64).half()
+    for surrounding in (other_device, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)):
+        measured.most_rows.cache_clear()
+        (folder / measured.FILE).unlink(missing_ok=True)
+        with torch.no_grad(), surrounding():
+            y = projection(x.clone(), weight.clone())
+        assert (y.device.type, y.dtype) == ("cpu", torch.float16)
+        assert measured.read()
 
 
 @pytest.mark.skipif(not FIRST, reason="there is no engine")

@@ -97,6 +97,20 @@ def test_gradients_of_the_rows():
             assert torch.autograd.gradcheck(lambda x: projection(x, weight), (x,))
 
 
+def test_transforms_of_the_rows():
+    weight, bias = stored("int8", 7, 20), torch.randn(7)
+    x, direction = torch.randn(3, 20), torch.randn(3, 20)
+    matrix = formats.dequantize(weight, torch.float32)
+
+    def y(x):
+        return projection(x, weight, bias)
+
+    assert_close(torch.func.vmap(y)(x), y(x), torch.float32)
+    assert_close(torch.func.jvp(y, (x,), (direction,))[1], direction @ matrix.T, torch.float32)
+    assert_close(torch.func.jacrev(y)(x[0]), matrix, torch.float32)
+    assert_close(torch.func.grad(lambda x: y(x).sum())(x)[0], matrix.sum(0), torch.float32)
+
+
 def test_what_does_not_fit_is_refused():
     weight, x = stored("int8", 3, 8), torch.randn(2, 8)
     stack = quantize(torch.randn(2, 3, 8), "int8")

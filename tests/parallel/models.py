@@ -185,3 +185,13 @@ def layer_names(folder):
     if dist.get_rank() == 1:
         model.model.layers[1].mlp.experts.register_forward_pre_hook(fewer)
     return answer(model)
+
+
+def stored_projections(folder, loading):
+    """Linear modules in 8 bits of a model that Transformers cuts, as it is loaded or afterwards."""
+    quiet()
+    how = DistributedConfig(tp_size=2)
+    own = {"quantization_config": MoestroConfig(projections="int8")} if loading else {}
+    return moestro.accelerate(
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=how, **own), projections="int8"
+    )

@@ -137,6 +137,11 @@ def test_what_cannot_be_had_is_refused(group, made, tmp_path):
         assert "with tp_size=1 and fsdp_size=2; needs tp_size alone, or ep_size equal to it" in said
     for said in group(2).run(models.with_strategy, wide):
         assert "strategy='grouped' for model.layers.0.mlp.experts, whose experts Transformers has cut" in said
+    for operation, loading in (("load", True), ("accelerate", False)):
+        for said in group(2).run(models.stored_projections, wide, loading):
+            assert said.startswith(
+                f"UnsupportedError: [{operation}] got projections='int8' for model.layers.0.self_attn"
+            )
     for said in group(2).run(models.saved, wide, tmp_path):
         assert said.startswith("UnsupportedError: [save] got a model whose experts are cut over processes")
 

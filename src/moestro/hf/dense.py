@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.utils.logging import tqdm
 
@@ -22,6 +23,10 @@ _SERVED = (torch.bfloat16, torch.float16)
 _FLOATS = (*_SERVED, torch.float32)
 _ROUTED = re.compile(r"(^|[._])(gate|gating|switch|router\w*)(\.|$)|(^|\.)experts?\.")
 """In names of routers' linear modules, and of experts' own."""
+
+_READ = re.compile(r"(^|\.)(weights_proj|dt_proj)$")
+"""In names of small linear modules whose weight their models read themselves: sparse attention's choice of tokens, and
+the time steps of state spaces."""
 
 
 class Projection(nn.Linear):
@@ -40,8 +45,7 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        matches = input.dtype == weight.dtype and input.shape[-1] == weight.shape[1]
-        if _is_watched(input) or not matches:
+        if _is_watched(input) or not _fit(input, weight.shape, weight.dtype, bias):
             return super().forward(input)
         return of_rows(input, weight, bias)
 
@@ -66,8 +70,16 @@ class StoredProjection(nn.Linear):
         """The weight [N, K], decoded anew for whoever asks."""
         return dequantize(self.stored, self.dtype)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; one that is given a weight, as tied heads are, is no longer stored."""
+        if name == "weight":
+            del self.stored, self.dtype
+            self.__class__ = Projection  # type: ignore[assignment]
+            self._parameters["weight"] = None
+        nn.Module.register_parameter(self, name, param)
+
     def forward(self, input: Tensor) -> Tensor:
-        if _is_watched(input) or input.shape[-1] != self.in_features or input.dtype != self.dtype:
+        if _is_watched(input) or not _fit(input, self.stored.shape, self.dtype, self.bias):
             return F.linear(input, self.weight, self.bias)
         return of_rows(input, self.stored, self.bias)
 
@@ -99,6 +111,13 @@ def _is_watched(input: Tensor) -> bool:
     return torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
 
 
+def _fit(input: Tensor, shape: Sequence[int], dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Whether they can be multiplied and added as they are; what cannot is PyTorch's to refuse."""
+    if input.dtype != dtype or input.shape[-1] != shape[1]:
+        return False
+    return bias is None or (bias.dtype == dtype and bias.shape == shape[:1])
+
+
 def check_choice(projections: Any, operation: str) -> None:
     """Refuse what is neither of `PROJECTIONS` nor the name of a packed format."""
     packed = [name for name, form in FORMATS.items() if not form.is_dense]
@@ -115,6 +134,7 @@ def check_projections(model: nn.Module, projections: str, operation: str) -> Non
     """Refuse a model whose linear modules cannot be stored in a format that is asked for."""
     if projections in PROJECTIONS:
         return
+    check_whole(model, projections, operation)
     form, modules = find_format(projections), dict(_storable(model))
     stored = {module.stored.format.name for module in model.modules() if isinstance(module, StoredProjection)}
     if stored - {form.name}:
@@ -142,6 +162,20 @@ def check_projections(model: nn.Module, projections: str, operation: str) -> Non
             )
 
 
+def check_whole(model: nn.Module, projections: str, operation: str) -> None:
+    """Refuse a model whose linear modules are cut over processes where they are to be stored in a format."""
+    if projections in PROJECTIONS:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and isinstance(module._parameters.get("weight"), DTensor):
+            raise unsupported(
+                operation,
+                got=f"projections={projections!r} for {name}, which Transformers has cut over processes",
+                needs="whole linear modules",
+                fix='Take projections="auto"; or load the model by moestro.load on a mesh, which cuts experts only.',
+            )
+
+
 def serve_projections(model: nn.Module, projections: str) -> None:
     """Have the engine multiply the linear modules of `model`, in place.
 
@@ -166,10 +200,19 @@ def served_projections(model: nn.Module) -> dict[str, Projection | StoredProject
 
 def _storable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linear modules that a format may store, by their names."""
+    precise = _precise(model)
     for name, module in model.named_modules():
         plain = type(module) in (nn.Linear, Projection) and type(module.weight) is nn.Parameter
-        if plain and module.weight.dtype in _FLOATS and not _ROUTED.search(name):
+        kept = _ROUTED.search(name) or _READ.search(name) or any(each.search(f"{name}.weight") for each in precise)
+        if plain and module.weight.dtype in _FLOATS and not kept:
             yield name, module
+
+
+def _precise(model: nn.Module) -> list[re.Pattern[str]]:
+    """Patterns of the names of what the model's family wants in float32 where all else has 16 bits."""
+    listed = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"
+    found = {each for m in model.modules() for name in listed for each in getattr(m, name, None) or ()}
+    return [re.compile(each.replace("*", ".*")) for each in sorted(found)]
 
 
 def _store(module: Any, form: str, name: str) -> None:

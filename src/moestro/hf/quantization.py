@@ -30,7 +30,7 @@ from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
 from moestro.hf.attention import serve_attention
 from moestro.hf.config import MoestroConfig
-from moestro.hf.dense import check_projections, serve_projections
+from moestro.hf.dense import check_projections, check_whole, serve_projections
 from moestro.hf.experts import Spread
 from moestro.hf.families.base import INTERFACE
 from moestro.hf.memory import check_memory, check_place, keep_here, keep_in_memory, plan_memory
@@ -142,6 +142,7 @@ class MoestroQuantizer(HfQuantizer):
             replace_forward(layer, self._strategy(layer, stored))
         if memory is not None:
             keep_here(model)
+        check_whole(model, self.quantization_config.projections, "load")  # of what is cut only after it was read
         serve_projections(model, self.quantization_config.projections)
         serve_attention(model)
         model.register_load_state_dict_pre_hook(find_in_state)

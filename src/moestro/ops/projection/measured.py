@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -29,6 +30,8 @@ FILE = "rows.json"
 
 Multiply = Callable[[Tensor, Tensor], object]
 
+_ONE_AT_A_TIME = threading.Lock()
+
 
 @functools.cache
 def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) -> int:
@@ -41,11 +44,13 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
         engine: multiplies rows [T, K] by a matrix [N, K] with this instruction set.
     """
     name = f"{isa} {str(dtype).removeprefix('torch.')} {num_threads} threads"
-    kept = read()
-    if name not in kept:
-        kept[name] = _search(dtype, engine)
-        _keep(kept)
-    return kept[name]
+    with _ONE_AT_A_TIME:  # threads that measure at once would measure each other
+        kept = read()
+        if name not in kept:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                kept[name] = _search(dtype, engine)
+            _keep(kept)
+        return kept[name]
 
 
 def read() -> dict[str, int]:
@@ -55,23 +60,26 @@ def read() -> dict[str, int]:
 
 
 def path() -> Path:
-    """Where it is kept."""
-    return settings.cache_folder() / FILE
+    """Where it is kept; an OSError where there is no place for it."""
+    try:
+        return settings.cache_folder() / FILE
+    except RuntimeError as error:  # of Path.home, for a user without a home
+        raise OSError(str(error)) from error
 
 
 @functools.cache
 def _machine() -> str:
-    described = machine.describe()
-    parts = described["processor"], " ".join(described["features"]), f"{described['cores']} cores"
+    # Not all that `machine.describe` says, which starts CUDA where there is a GPU.
+    parts = machine.processor_name(), " ".join(machine.features()), f"{machine.cores()} cores"
     return "; ".join((*parts, f"torch {torch.__version__}", f"moestro {metadata.version('moestro')}"))
 
 
 def _search(dtype: torch.dtype, engine: Multiply) -> int:
-    matrix = torch.full((SIZE, SIZE), 0.01, dtype=dtype)
+    matrix = torch.full((SIZE, SIZE), 0.01, dtype=dtype, device="cpu")
     low, high = -1, len(STEPS)  # the engine is ahead at low, and behind at high
     while high - low > 1:
         at = (low + high) // 2
-        rows = torch.full((STEPS[at], SIZE), 0.01, dtype=dtype)
+        rows = torch.full((STEPS[at], SIZE), 0.01, dtype=dtype, device="cpu")
         ahead = _is_ahead(functools.partial(engine, rows, matrix), functools.partial(F.linear, rows, matrix))
         low, high = (at, high) if ahead else (low, at)
     return STEPS[low] if low >= 0 else 0
@@ -96,11 +104,15 @@ def _read_all() -> dict[str, Any]:
 
 def _keep(found: dict[str, int]) -> None:
     """Write it whole or not at all; where nothing can be written, the next process measures again."""
-    every = {**_read_all(), _machine(): found}
+    every = _read_all()
+    before = every.get(_machine())
+    every[_machine()] = (before if isinstance(before, dict) else {}) | found
     try:
-        path().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path().parent, delete=False, encoding="utf-8") as file:
-            json.dump(every, file, indent=1)
-        os.replace(file.name, path())
+        place = path()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as scratch:
+            written = Path(scratch) / FILE
+            written.write_text(json.dumps(every, indent=1), encoding="utf-8")
+            os.replace(written, place)
     except OSError:
         return
