@@ -157,7 +157,8 @@ int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
 }
 
 int64_t tokens_at_once(const LinearCall& call) {
-    return std::max<int64_t>(kLinearWorkspaceBytes / (4 * (call.weights.columns + 256)) / 16 * 16, 16);
+    const int64_t vectors = has_scale(call.weights.element) ? 3 : 1;  // of a row: an int8 residual takes up to three
+    return std::max<int64_t>(kLinearWorkspaceBytes / (4 * (vectors * call.weights.columns + 256)) / 16 * 16, 16);
 }
 
 const char* name_of(Kernel kernel) { return kRules[static_cast<int>(kernel)].name; }

@@ -25,7 +25,8 @@ public:
     Linear(const Isa& isa, const LinearCall& call, int64_t first, int64_t n)
         : isa_(isa), call_(call), first_(first), n_(n), tiled_(takes_tiles(isa, call)),
           row_ops_(row_ops(isa, input_of(isa, call))), layout_(call.weights.element, call.weights.columns, isa.lanes),
-          x_stride_(linear_stride(row_ops_, call.weights, layout_)), queue_(cut(call)), is_float_(static_cast<size_t>(n), row_ops_ == nullptr) {
+          x_stride_(linear_stride(row_ops_, call.weights, layout_)), queue_(cut(call)),
+          is_float_(static_cast<size_t>(n), row_ops_ == nullptr) {
         x_ = arena().reserve(tiled_ ? num_tiles() * tile_words(call.weights.columns) : n * x_stride_);
     }
 
@@ -131,8 +132,7 @@ private:
                 follow(rows, p, 0, four);
             }
             if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
-            if (integers < m)
-                isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
+            if (integers < m) isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
             float* out = part.out + at - part.first_row;
             for (int64_t r = 0; r < m; ++r)
                 for (int64_t j = 0; j < std::min<int64_t>(4, part.last_row - at); ++j)

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import moestro
 from moestro import settings
+from moestro.ops.dispatch import observed
 from moestro.ops.native import ISAS
-from moestro.ops.projection import measured, projection, tuning
+from moestro.ops.projection import PROJECTION, measured, projection, tuning
 
 FIRST = [isa for isa in ISAS if isa.runs_here and isa.multiplies_floats][:1]
 
@@ -194,3 +195,16 @@ def test_ranks_of_a_job_do_not_measure(monkeypatch):
     assert tuning.slower(isa, most, torch.bfloat16, F.linear) is None
     assert "ranks choose alike" in tuning.slower(isa, most + 1, torch.bfloat16, F.linear)
     assert tried == []
+
+
+@pytest.mark.skipif(not FIRST, reason="there is no engine")
+@pytest.mark.unpoisoned
+def test_a_call_from_before_the_job_is_not_that_of_a_rank(monkeypatch):
+    timed(monkeypatch, 256)
+    x, weight = torch.randn(200, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    ran = []
+    with torch.no_grad(), observed(PROJECTION, lambda prepared, *_: ran.append(prepared.implementation)):
+        projection(x, weight)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        projection(x, weight)
+    assert ran == [f"cpu-{FIRST[0].name}", "torch"]

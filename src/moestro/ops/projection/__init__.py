@@ -12,7 +12,7 @@ from moestro import settings
 from moestro.errors import invalid_input
 from moestro.formats import PackedTensor
 from moestro.ops import dispatch, native
-from moestro.ops.projection import cpu, plain, reference
+from moestro.ops.projection import cpu, plain, reference, tuning
 from moestro.ops.tensors import call_key
 
 __all__ = ["projection"]
@@ -79,7 +79,7 @@ def _look(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None) -> disp
     if tensors is None:
         return None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    where = settings.current().implementation, deterministic, torch.get_num_threads()
+    where = settings.current().implementation, deterministic, torch.get_num_threads(), tuning.measures()
     return ("projection", where, form, memory[0].data_ptr(), tensors), memory
 
 

@@ -12,20 +12,24 @@ TILED_ROWS, DOTTED_ROWS = 128, 4
 """With an instruction set that has a unit for tiles of bfloat16, and with any other: where nothing may be measured."""
 
 
+def measures() -> bool:
+    """Whether this process decides by itself; ranks of a job are to choose alike."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def slower(isa: Isa, num_rows: int, dtype: torch.dtype, engine: measured.Multiply) -> str | None:
     """The sentence why PyTorch is the better choice for so many rows; None where it is not, or is not asked for.
 
-    `engine` multiplies rows by a matrix with this instruction set. Ranks of a job, which are to choose alike, do not
-    measure.
+    `engine` multiplies rows by a matrix with this instruction set.
     """
     if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
         return None
     if dtype == torch.float32:
         return "PyTorch's float32 matrix products read memory as fast; forced by name it runs"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "so ranks choose alike"
-    else:
+    if measures():
         most, how = measured.most_rows(isa.name, dtype, torch.get_num_threads(), engine), "measured on this machine"
+    else:
+        most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "so ranks choose alike"
     if num_rows > most:
         return f"PyTorch's matmul is faster beyond {most} rows ({num_rows} here), {how}; forced by name it runs"
     return None
