@@ -18,7 +18,7 @@ from moestro.formats import FORMATS
 from moestro.ops import gpu
 from moestro.ops.expert_mlp.triton_launch import work
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, choose
-from tolerances import assert_close
+from tolerances import assert_close, bit_equal
 
 from . import problems
 from .stored import dequantized
@@ -75,6 +75,19 @@ def test_meets_the_reference(name, how, triton_device):
     y = launch(x, routing, weights, how)
     wanted = reference.expert_mlp(x, routing, dequantized(weights, torch.bfloat16))
     assert_close(y, wanted.to(x.dtype), x.dtype)
+
+
+def test_without_the_map_that_a_driver_may_refuse_bits_are_the_same(triton_device):
+    """Of gate and up one above the other: the same tiles, loaded by pointers."""
+    how = max((how for name, how in CASES if name == "bfloat16"), key=lambda how: how.gate_up.columns)
+    assert how.gate_up.tensor_map
+    sizes = cut(how, 0)
+    weights = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16)
+    routing, x = problems.routing(sizes), torch.randn(sizes.num_tokens, sizes.hidden_size).bfloat16()
+    how = replace(how, programs=PROGRAMS)
+    other = replace(how, gate_up=replace(how.gate_up, tensor_map=False))
+    assert work(x, routing, weights, other, torch.bfloat16).gate_up[1] is None
+    assert bit_equal(launch(x, routing, weights, how), launch(x, routing, weights, other))
 
 
 def test_there_are_all_kinds():
