@@ -19,7 +19,7 @@ from moestro import machine
 from moestro.bench.failures import failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, inputs, make_layer
 from moestro.bench.peers.variant import Call
-from moestro.bench.timing import Timer, cold_bytes, event_clock
+from moestro.bench.timing import Timer, cold_bytes, queued_clock
 from moestro.errors import unsupported
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton, triton_tuning
@@ -83,7 +83,7 @@ def tune(
     layer = make_layer(spec, torch.bfloat16, spec.num_experts, "cuda")
     weights, found = layer.in_format(format), []
     cache = machine.describe_gpu(layer.device)["l2_bytes"]
-    clock = event_clock(layer.device, cold_bytes(cache, layer.num_experts * weights.bytes_per_expert))
+    clock = queued_clock(layer.device, cold_bytes(cache, layer.num_experts * weights.bytes_per_expert))
     device = gpu.device_of(layer.stored.gate_up)
     with torch.inference_mode():
         for num_tokens in tokens:
