@@ -30,6 +30,7 @@ from moestro.ops.expert_mlp import triton, triton_tuning
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile
 from moestro.tolerances import disagreement
 from moestro.types import Routing
+from moestro.weights import ExpertWeights
 from peers.graphs import captured
 
 DTYPE = torch.bfloat16
@@ -138,8 +139,15 @@ def measure_point(
 
 
 def by_plan(layer: Layer, how: Plan) -> Bind:
-    """Calls of the layer by a plan."""
-    return lambda x, routing: partial(tune.launch, x, routing, layer.weights, how)
+    """Calls of the layer by a plan, which is prepared once."""
+    made: list[Callable[[Tensor, Routing, ExpertWeights], Tensor]] = []
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        if not made:
+            made.append(tune.prepared(x, layer.weights, how))
+        return partial(made[0], x, routing, layer.weights)
+
+    return bind
 
 
 def _clocks(device: Device, layer: Layer) -> dict[str, Timer]:

@@ -104,10 +104,20 @@ def tune(
 
 def launch(x: Tensor, routing: Routing, weights: ExpertWeights, plan: Plan) -> Tensor:
     """`expert_mlp` by this plan, on the device of x."""
+    return prepared(x, weights, plan)(x, routing, weights)
+
+
+def prepared(x: Tensor, weights: ExpertWeights, plan: Plan) -> Callable[[Tensor, Routing, ExpertWeights], Tensor]:
+    """The same for many calls on tensors that lie like those of the first."""
     kernels: Any = importlib.import_module("moestro.ops.expert_mlp.triton_launch")
-    with gpu.on(x):
-        y: Tensor = kernels.prepared(plan, triton.compute_dtype(x, weights))(x, routing, weights)
-    return y
+    compute = kernels.prepared(plan, triton.compute_dtype(x, weights))
+
+    def call(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+        with gpu.on(x):
+            y: Tensor = compute(x, routing, weights)
+        return y
+
+    return call
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,6 +72,9 @@ class Rehearsal:
         timers = (lambda cold, kind=kind: self.timer(kind, cold) for kind in ("queued", "idle"))
         return Device("cpu", *timers, self.capture, 1 << 20, lambda: RATES, lambda: 1 << 40)
 
+    def prepared(self, x: torch.Tensor, weights: ExpertWeights, how: Plan) -> Callable[..., torch.Tensor]:
+        return lambda x, routing, weights: self.launch(x, routing, weights, how)
+
     def launch(self, x: torch.Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> torch.Tensor:
         self.launched.append(how)
         with moestro.use(implementation="torch"):
@@ -82,7 +85,7 @@ class Rehearsal:
 def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
     found = Rehearsal()
     monkeypatch.setattr(first_run, "named", tiny)
-    monkeypatch.setattr(tune, "launch", found.launch)
+    monkeypatch.setattr(tune, "prepared", found.prepared)
     monkeypatch.setattr(gpu, "device_of", lambda tensor: HOPPER)
     monkeypatch.setattr(first_run, "_compile_ahead", lambda run: Item("compile", lambda left: []))
     return found
@@ -264,7 +267,7 @@ def test_a_sweep_finds_winners_and_the_next_step_measures_them(rehearsal, tmp_pa
     """Tiles of half the depth are twice as fast, for either product."""
     last: list[Plan] = []
     launch = rehearsal.launch
-    monkeypatch.setattr(tune, "launch", lambda *given: last.append(given[3]) or launch(*given))
+    rehearsal.launch = lambda *given: last.append(given[3]) or launch(*given)
     rehearsal.costs = lambda kind: (
         (0.5 if last[-1].gate_up.depth == 64 else 1.0) * (0.5 if last[-1].down.depth == 64 else 1.0)
     )
@@ -277,7 +280,7 @@ def test_a_sweep_finds_winners_and_the_next_step_measures_them(rehearsal, tmp_pa
         assert (how.gate_up.depth, how.down.depth) == (64, 64)
     gains = [row["gain"] for row in found["rows"] if row.get("winner")]
     assert gains == pytest.approx([4.0, 4.0])
-    monkeypatch.setattr(tune, "launch", launch)
+    rehearsal.launch = launch
     rehearsal.costs = lambda kind: 1.0
     rehearsal.launched.clear()
     code, found = step(rehearsal, "winners", tmp_path)
@@ -416,7 +419,7 @@ def test_a_command_that_is_not_there_or_takes_too_long(tmp_path: Path) -> None:
 def test_kernels_are_compiled_by_shares_within_a_part_of_the_time(rehearsal, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(first_run, "named", tiny)
-    monkeypatch.setattr(tune, "launch", rehearsal.launch)
+    monkeypatch.setattr(tune, "prepared", rehearsal.prepared)
     monkeypatch.setattr(gpu, "device_of", lambda tensor: HOPPER)
     monkeypatch.setattr(first_run.os, "cpu_count", lambda: 2)
     started: list[list[str]] = []
