@@ -65,7 +65,7 @@ def test_meets_the_reference(name, how, triton_device):
     routing = problems.routing(sizes, kind="random")
     ids = torch.zeros_like(routing.expert_ids)
     ids[:, 1] = -1
-    ids[:7, 1] = 2
+    ids[: 7 if how.rows < 128 else 40, 1] = 2  # of high tiles, blocks of 128, 9 and 40 rows: one for each of the three
     routing = replace(routing, expert_ids=ids, routing_weights=torch.rand(ids.shape))
     x = torch.randn(sizes.num_tokens, sizes.hidden_size).bfloat16()
     how = replace(how, programs=PROGRAMS if how.programs else 0)
@@ -90,8 +90,23 @@ def test_without_the_map_that_a_driver_may_refuse_bits_are_the_same(triton_devic
     assert bit_equal(launch(x, routing, weights, how), launch(x, routing, weights, other))
 
 
+def test_blocks_of_few_rows_have_the_same_bits_in_lower_tiles(triton_device, products_in_order):
+    how = max((how for name, how in CASES if name == "bfloat16"), key=lambda how: how.gate_up.columns)
+    assert how.tails == 2
+    sizes = replace(cut(how, 0), hidden_size=64, intermediate_size=72)
+    weights = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16)
+    routing, x = problems.routing(sizes, kind="random"), torch.randn(sizes.num_tokens, 64).bfloat16()
+    ids = torch.zeros_like(routing.expert_ids)
+    ids[:40, 1], ids[40:, 1] = 2, -1
+    routing, how = replace(routing, expert_ids=ids), replace(how, programs=PROGRAMS)
+    whole = launch(x, routing, weights, replace(how, tails=0))
+    for tails in (1, 2):
+        assert bit_equal(launch(x, routing, weights, replace(how, tails=tails)), whole)
+
+
 def test_there_are_all_kinds():
     """High tiles through tensor maps in programs that go on, low ones with weights on the left, and pairs."""
     kinds = {(how.rows, how.ordered, how.gate_up.tensor_map, how.gate_up.swap, bool(how.programs)) for _, how in CASES}
     assert {(128, True, True, False, True), (16, True, False, True, False), (16, False, False, True, False)} <= kinds
     assert any(how.gate_up.columns == 256 for _, how in CASES)
+    assert {how.tails for _, how in CASES} == {0, 2}

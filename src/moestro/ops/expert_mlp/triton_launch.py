@@ -137,7 +137,7 @@ def _launches(
     x: Tensor, ids: Tensor, weights: ExpertWeights, how: Plan, dtype: torch.dtype, on_input: bool
 ) -> _Launches:
     a = weights.activation
-    tiles = {"BLOCK": how.block, "BM": how.rows}
+    tiles = {"BLOCK": how.block, "BM": how.rows, "TAILS": how.tails}
     between = {n.upper(): getattr(a, n) for n in ("kind", "gated", "interleaved", "alpha", "limit", "up_offset")}
     gate_up = {**tiles, **_tile(how.gate_up, dtype), "WEIGHTED": on_input, **between}
     down = {**tiles, **_tile(how.down, dtype), "WEIGHTED": not on_input, "SPLITS": how.splits}
