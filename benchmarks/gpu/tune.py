@@ -19,7 +19,7 @@ from moestro import machine
 from moestro.bench.failures import failures, sentence
 from moestro.bench.layers import Layer, LayerSpec, inputs, make_layer
 from moestro.bench.peers.variant import Call
-from moestro.bench.timing import Timer, cold_bytes, event_clock
+from moestro.bench.timing import Timer, cold_bytes, queued_clock
 from moestro.errors import unsupported
 from moestro.ops import gpu
 from moestro.ops.expert_mlp import triton, triton_tuning
@@ -83,7 +83,7 @@ def tune(
     layer = make_layer(spec, torch.bfloat16, spec.num_experts, "cuda")
     weights, found = layer.in_format(format), []
     cache = machine.describe_gpu(layer.device)["l2_bytes"]
-    clock = event_clock(layer.device, cold_bytes(cache, layer.num_experts * weights.bytes_per_expert))
+    clock = queued_clock(layer.device, cold_bytes(cache, layer.num_experts * weights.bytes_per_expert))
     device = gpu.device_of(layer.stored.gate_up)
     with torch.inference_mode():
         for num_tokens in tokens:
@@ -104,10 +104,20 @@ def tune(
 
 def launch(x: Tensor, routing: Routing, weights: ExpertWeights, plan: Plan) -> Tensor:
     """`expert_mlp` by this plan, on the device of x."""
+    return prepared(x, weights, plan)(x, routing, weights)
+
+
+def prepared(x: Tensor, weights: ExpertWeights, plan: Plan) -> Callable[[Tensor, Routing, ExpertWeights], Tensor]:
+    """The same for many calls on tensors that lie like those of the first."""
     kernels: Any = importlib.import_module("moestro.ops.expert_mlp.triton_launch")
-    with gpu.on(x):
-        y: Tensor = kernels.prepared(plan, triton.compute_dtype(x, weights))(x, routing, weights)
-    return y
+    compute = kernels.prepared(plan, triton.compute_dtype(x, weights))
+
+    def call(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+        with gpu.on(x):
+            y: Tensor = compute(x, routing, weights)
+        return y
+
+    return call
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +184,8 @@ def neighbours(plan: Plan, problem: Problem, device: Device) -> Iterator[Plan]:
     steps: list[Plan] = []
     if plan.ordered:
         rows = [r for r in (plan.rows // 2, plan.rows * 2) if triton_tuning.LEAST_ROWS <= r <= triton_tuning.MOST_ROWS]
-        steps += [replace(plan, rows=r, block=r) for r in rows]
+        steps += [replace(plan, rows=r, block=r, tails=triton_tuning.tails(r)) for r in rows]
+        steps += [replace(plan, tails=n) for n in range(3) if triton_tuning.tails(plan.rows) and n != plan.tails]
         steps.append(replace(plan, programs=0 if plan.programs else device.num_sms))
     for name in ("gate_up", "down"):
         steps += [replace(plan, **{name: tile}) for tile in _tiles(getattr(plan, name))]  # type: ignore[arg-type]

@@ -11,12 +11,12 @@ import torch
 
 from gpu import goals
 from moestro import machine
-from moestro.bench import LAYERS, PEERS, Plan, make_layer, measure, ours, records
+from moestro.bench import LAYERS, PEERS, Plan, make_layer, measure, ours, point, records
 from moestro.bench.failures import failures
 from moestro.bench.layers import expected_output, inputs
 from moestro.bench.point import peak_of
 from moestro.bench.records import BUDGET_SPENT, Report, Row
-from moestro.bench.timing import Budget, cold_bytes, event_clock
+from moestro.bench.timing import Budget, cold_bytes, event_clock, queued_clock
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.machine import Roof
 from moestro.tolerances import disagreement
@@ -67,6 +67,32 @@ def test_an_event_clock_waits_before_it_starts_and_clears_the_cache() -> None:
     assert cuda.log == ["synchronize", "record", "call", "record", "synchronize"]
     own = SimpleNamespace(seconds=lambda: 7.0)
     assert event_clock("cpu", 0, cuda)(own) == 7.0
+
+
+@pytest.mark.parametrize(("late", "timed"), [(0, 1), (2, 3), (9, 4)])
+def test_a_queued_clock_launches_behind_a_delay_that_outlasts_the_host(late: int, timed: int) -> None:
+    """A call that is launched too late is timed again behind a longer one, up to the longest."""
+    cuda = FakeCuda()
+    found = iter([True] * late + [False] * 9)
+    event = cuda.Event
+    cuda.Event = lambda enable_timing: SimpleNamespace(**vars(event(enable_timing)), query=lambda: next(found))
+    cuda._sleep = lambda cycles: cuda.log.append(f"sleep {cycles >> 18}")
+    clock = queued_clock("cpu", 64, cuda)
+    assert clock(lambda: cuda.log.append("call")) == 2.5e-3
+    one = ["synchronize", "sleep", "record", "call", "record", "synchronize"]
+    assert [word.split()[0] for word in cuda.log] == one * timed
+    assert [word for word in cuda.log if word.startswith("sleep")] == [f"sleep {1 << i}" for i in range(timed)]
+    assert clock(SimpleNamespace(seconds=lambda: 7.0)) == 7.0
+
+
+@pytest.mark.parametrize(("num_tokens", "queued"), [(1, False), (64, False), (65, True), (4096, True)])
+def test_many_tokens_are_timed_behind_a_delay(num_tokens: int, queued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(point.machine, "describe_gpu", lambda device: {"l2_bytes": 10})
+    for name in ("event_clock", "queued_clock"):
+        monkeypatch.setattr(point, name, lambda device, cold, name=name: (name, cold))
+    weights = SimpleNamespace(bytes_per_expert=5)
+    layer = SimpleNamespace(device=torch.device("cuda"), num_experts=2, weights=weights)
+    assert point.timer(layer, num_tokens) == ("queued_clock" if queued else "event_clock", 20)
 
 
 def test_the_cache_is_cleared_where_it_could_hold_weights() -> None:

@@ -188,7 +188,7 @@ def test_a_device_on_which_no_plan_runs_keeps_none(own_cache: Path, monkeypatch:
     monkeypatch.setattr(tune.machine, "describe_gpu", lambda device: {"l2_bytes": 0})
     monkeypatch.setattr(tune.gpu, "device_of", lambda tensor: HOPPER)
     monkeypatch.setattr(tune, "make_layer", lambda spec, dtype, count, device: make_layer(spec, dtype, count))
-    monkeypatch.setattr(tune, "event_clock", lambda device, cold: lambda call: 1.0)
+    monkeypatch.setattr(tune, "queued_clock", lambda device, cold: lambda call: 1.0)
     broken = tune.Trial(torch.zeros(1, 4), [], None, PROBLEM, torch.zeros(1), lambda call: 1.0, failed=["it hangs"])
     monkeypatch.setattr(tune.Trial, "of", lambda *given: replace(broken))
     monkeypatch.setattr(tune.Trial, "seconds", lambda self, plan: None)

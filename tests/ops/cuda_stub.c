@@ -1,4 +1,7 @@
-/* As much of CUDA's driver as Triton's launcher links and calls; a launch writes down its grid and its arguments. */
+/* As much of CUDA's driver as Triton's launcher links and calls; a launch writes down its grid and its arguments.
+
+   Tensor maps are held against what CUDA's documentation asks of them. What it only writes strides by, that each is at
+   least the one before times its dimension, is asked for where `growing` is set. */
 #include <stdint.h>
 #include <string.h>
 
@@ -32,4 +35,35 @@ int cuOccupancyMaxActiveClusters(int *count, void *function, void *config) { *co
 int cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) { *(uint64_t *)value = pointer; return 0; }
 int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 int cuTensorMapEncodeIm2col(void *map) { return 0; }
-int cuTensorMapEncodeTiled(void *map) { memset(map, 0, 128); return 0; }
+
+int growing = 0;  /* whether maps whose strides do not grow are refused */
+int num_maps = 0; /* that were made */
+static const unsigned sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+
+static int is_wrong(unsigned type, unsigned rank, const uint64_t *dims, const uint64_t *strides, const uint32_t *box,
+                    const uint32_t *steps, int swizzle) {
+  uint64_t row = (uint64_t)box[0] * sizes[type];
+  if (row % 16 || (swizzle && row > 16u << swizzle)) return 1;
+  for (unsigned i = 0; i < rank; i++) {
+    if (dims[i] == 0 || dims[i] > 1ull << 32 || box[i] == 0 || box[i] > 256) return 1;
+    if (i && (steps[i] == 0 || steps[i] > 8)) return 1;
+    if (i + 1 < rank && (strides[i] % 16 || strides[i] >= 1ull << 40)) return 1;
+  }
+  uint64_t least = dims[0] * sizes[type];
+  for (unsigned i = 0; growing && i + 1 < rank; least = strides[i] * dims[i + 1], i++)
+    if (strides[i] < least) return 1;
+  return 0;
+}
+
+int cuTensorMapEncodeTiled(void *map, unsigned type, unsigned rank, void *address, const uint64_t *dims,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+  int floats = type >= 6 && type <= 12;
+  int wrong = (uintptr_t)map % 64 || type > 12 || rank == 0 || rank > 5 || (uintptr_t)address % 16 || interleave;
+  wrong = wrong || swizzle < 0 || swizzle > 3 || promotion < 0 || promotion > 3 || (fill && !(fill == 1 && floats));
+  if (wrong || is_wrong(type, rank, dims, strides, box, steps, swizzle)) return 1; /* CUDA_ERROR_INVALID_VALUE */
+  memset(map, 0, 128);
+  memcpy(map, &address, sizeof address);
+  num_maps++;
+  return 0;
+}

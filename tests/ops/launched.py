@@ -16,12 +16,15 @@ import pytest
 import torch
 
 from moestro import ExpertWeights, Routing
-from moestro.ops import expert_mlp, gpu
+from moestro.ops import dispatch, expert_mlp, gpu
+from moestro.ops.expert_mlp import triton_maps
 
 from .compiled import device, taken_for_a_gpu
 from .stored import apart
 
 FORMS = ("bfloat16", "mxfp4", "int8/int8", "mxfp4+apart")
+CASES = [*((form, t, 0) for form in FORMS for t in (1, 70)), ("bfloat16", 600, 0), ("bfloat16", 600, 1)]
+"""Format, tokens, and whether the driver refuses maps whose strides do not grow: of 600 tokens there are maps."""
 
 
 class Driver:
@@ -56,11 +59,19 @@ def case(form: str, num_tokens: int) -> tuple[torch.Tensor, Routing, ExpertWeigh
 
 
 def kinds_of(signature: Any) -> list[str]:
-    """The types of a kernel's parameters as a driver is handed them: tuples in pieces, no compile-time values."""
+    """The types of a kernel's parameters as a driver is handed them: tuples in pieces, no compile-time values.
+
+    A tensor map is handed over as itself, which the stub begins with its address, and its sizes and strides.
+    """
     kinds: list[str] = []
     for kind in signature:
-        kinds += kinds_of(kind) if isinstance(kind, tuple | list) else [kind] * (kind != "constexpr")
-    assert not any(kind.startswith("tensordesc") for kind in kinds), "a tensor map is handed over in several values"
+        if isinstance(kind, tuple | list):
+            kinds += kinds_of(kind)
+        elif kind.startswith("tensordesc"):
+            rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
+            kinds += ["*map", *["i32"] * rank, *["i64"] * rank]
+        else:
+            kinds += [kind] * (kind != "constexpr")
     return kinds
 
 
@@ -82,6 +93,7 @@ def main(folder: Path) -> None:
     """Print a line for each call that was compared."""
     library = ctypes.CDLL(str(folder / "libcuda.so.1"), ctypes.RTLD_GLOBAL)
     count = ctypes.c_int.in_dll(library, "num_values")
+    refuses, made_maps = (ctypes.c_int.in_dll(library, name) for name in ("growing", "num_maps"))
     values, grid = (ctypes.c_uint64 * 256).in_dll(library, "values"), (ctypes.c_uint * 3).in_dll(library, "grid")
     import triton
     from triton.backends.nvidia.driver import CudaLauncher
@@ -108,16 +120,25 @@ def main(folder: Path) -> None:
         patch.setattr(CudaLauncher, "__init__", made)
         patch.setattr(CudaLauncher, "__call__", told)
         driver.start()
-        for form in FORMS:
-            for num_tokens in (1, 70):
-                x, routing, weights = case(form, num_tokens)
-                rounds: list[list[Any]] = []
-                for _ in range(2):
-                    expert_mlp.run(x, routing, weights)
-                    rounds.append(list(handed))
-                    handed.clear()
-                own = {t.data_ptr() for t in (x, routing.expert_ids, routing.routing_weights, *weights.tensors)}
-                print("launched", form, num_tokens, len(rounds[0]), compared(*rounds, own), flush=True)
+        patch.setattr(triton_maps, "_is_asked", lambda data: True)
+        patch.setattr(triton_maps, "_driver", lambda: library)
+        for form, num_tokens, growing in CASES:
+            refuses.value, before = growing, made_maps.value
+            call_twice(form, num_tokens, handed)
+            print("maps", form, num_tokens, growing, made_maps.value - before, flush=True)
+
+
+def call_twice(form: str, num_tokens: int, handed: list[Any]) -> None:
+    """Print a line of what two calls handed over, which has to be the same."""
+    x, routing, weights = case(form, num_tokens)
+    rounds: list[list[Any]] = []
+    dispatch._KEPT.clear()
+    for _ in range(2):
+        expert_mlp.run(x, routing, weights)
+        rounds.append(list(handed))
+        handed.clear()
+    own = {t.data_ptr() for t in (x, routing.expert_ids, routing.routing_weights, *weights.tensors)}
+    print("launched", form, num_tokens, len(rounds[0]), compared(*rounds, own), flush=True)
 
 
 if __name__ == "__main__":

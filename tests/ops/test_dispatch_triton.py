@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import subprocess
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +26,9 @@ from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
 
 from . import problems
+from .launched import compared
 from .stored import apart, moved
+from .stub import COMPILER, make_stub
 from .test_expert_mlp_triton_tuning import said
 from .triton_calls import why_unsupported
 
@@ -349,21 +349,32 @@ def test_routers_and_top_k_use_a_prepared_call_again():
     assert is_kept(torch.randn(3, 8), *given[1:], operation=ROUTE)
 
 
-COMPILER = shutil.which("gcc") or shutil.which("cc")
-
-
 @pytest.mark.skipif(COMPILER is None or torch.cuda.is_available(), reason="a compiled driver stands in for CUDA's")
 def test_tritons_launcher_reads_addresses_as_it_reads_tensors(tmp_path: Path) -> None:
-    source = Path(__file__).with_name("cuda_stub.c")
-    command = [str(COMPILER), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o"]
-    subprocess.run([*command, str(tmp_path / "libcuda.so.1")], check=True, capture_output=True)
-    (tmp_path / "libcuda.so").symlink_to("libcuda.so.1")
+    make_stub(tmp_path)
     lines = said(str(tmp_path), module="ops.launched")
-    assert len(lines) == 8
-    for line in lines:
-        word, _, _, launches, values = line.split()
-        assert word == "launched"
-        assert int(values) >= 10 * int(launches) > 0, line
+    launched = [line.split() for line in lines if line.startswith("launched")]
+    assert len(launched) == 10
+    for _, form, num_tokens, launches, values in launched:
+        assert int(values) >= 10 * int(launches) > 0, (form, num_tokens)
+    maps = {tuple(line.split()[1:4]): int(line.split()[4]) for line in lines if line.startswith("maps")}
+    assert not any(count for (_, num_tokens, _), count in maps.items() if num_tokens != "600")
+    # Asked of both products, then made at two calls of both, or of down alone where gate_up's was refused.
+    assert maps["bfloat16", "600", "0"] == 6
+    assert maps["bfloat16", "600", "1"] == 3
+
+
+def test_a_comparison_of_nothing_fails():
+    """A launcher that takes its arguments elsewhere would write down nothing, and everything would be alike."""
+    pointers = [(1 << 40, True), (2 << 40, True), (3 << 40, True), (4 << 40, True), (5 << 40, True)]
+    own, launch = {value for value, _ in pointers}, ((1, 1, 1), pointers)
+    assert compared([launch] * 3, [launch] * 3, own) == 15
+    with pytest.raises(AssertionError, match="every call launches"):
+        compared([], [], own)
+    with pytest.raises(AssertionError, match="are handed over as addresses"):
+        compared([((1, 1, 1), [])] * 3, [((1, 1, 1), [])] * 3, own)
+    with pytest.raises(AssertionError, match="nothing of a launch"):
+        compared([launch, launch, ((1, 1, 1), [])], [launch, launch, ((1, 1, 1), [])], own)
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8/int8", "mxfp4+apart"])

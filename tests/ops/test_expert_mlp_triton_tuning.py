@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
 
 from forked import python
 from moestro.ops import gpu
@@ -107,6 +108,48 @@ def test_tiles_of_small_groups_leave_registers_for_the_sums(capability):
             small = 0 < group < 64 and capability != (9, 0)
             assert tile.warps == (8 if small or rows == 128 or (group == 128 and capability != (9, 0)) else 4)
             assert tile.columns == (64 if rows == 128 and (small or group == 128) else 128)
+
+
+def computed(rows: int, how: tuning.Plan) -> int:
+    """Rows of the tiles of an expert with so many."""
+    full, rest = divmod(rows, how.rows)
+    tile = how.rows
+    for _ in range(how.tails):
+        tile = tile // 2 if rest <= tile // 2 else tile
+    return full * how.rows + (tile if rest else 0)
+
+
+CEILINGS = {
+    ("deepseek-v3", 4096): (0.68, 0.81, 0.89),
+    ("qwen3", 4096): (0.81, 0.89, 0.94),
+    ("olmoe", 4096): (0.89, 0.94, 0.97),
+    ("mixtral", 4096): (0.93, 0.96, 0.98),
+    ("deepseek-v3", 16384): (0.90, 0.95, 0.97),
+    ("qwen3", 16384): (0.95, 0.97, 0.98),
+    ("olmoe", 16384): (0.97, 0.99, 0.99),
+    ("mixtral", 16384): (0.98, 0.99, 0.99),
+}
+"""Rows over those of their tiles, where tokens choose experts evenly; of tiles that are halved 0, 1 and 2 times."""
+
+
+@pytest.mark.parametrize(("layer", "num_tokens"), CEILINGS)
+def test_low_tiles_for_the_last_rows_of_experts_raise_what_padding_leaves(layer, num_tokens):
+    top_k, num_experts, *_ = LAYERS[layer]
+    chosen = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
+    how = choose(problem(layer, num_tokens))
+    assert (how.rows, how.tails) == (128, 2)
+    ways = [replace(how, tails=tails) for tails in range(3)]
+    shares = [sum(counts) / sum(computed(n, way) for n in counts) for way in ways]
+    assert shares == pytest.approx(CEILINGS[layer, num_tokens], abs=0.006)
+
+
+def test_only_the_highest_tiles_are_halved():
+    assert [tuning.tails(rows) for rows in (16, 32, 64, 128)] == [0, 0, 0, 2]
+    assert "blocks of few rows in tiles of 64 and 32" in str(choose(problem("qwen3", 4096)))
+    for how in (choose(problem("qwen3", 64)), choose(problem("qwen3", 4096), invariant=True)):
+        assert how.tails == 0
+        assert "few rows in tiles" not in str(how)
 
 
 def said(*arguments: str, module: str = "ops.compiled") -> list[str]:

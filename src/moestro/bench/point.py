@@ -15,7 +15,7 @@ from moestro.bench.failures import check_device, failures, sentence
 from moestro.bench.layers import DENSE, RESERVE_BYTES, Layer, active_experts, dtype_name, expected_output, flops, inputs
 from moestro.bench.peers.variant import Bind, Call, Variant
 from moestro.bench.records import PlanPoint, Report, Row, Status
-from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, ratio, wall_clock
+from moestro.bench.timing import Timer, alternate, cold_bytes, event_clock, queued_clock, ratio, wall_clock
 from moestro.machine import Roof
 from moestro.tolerances import disagreement, relative_error, too_far
 from moestro.types import Routing
@@ -26,12 +26,17 @@ CALL_LIMIT_SECONDS = 30.0
 SMALL_BATCH = 16
 
 
-def timer(layer: Layer) -> Timer:
+MOST_FROM_IDLE = 64
+"""Tokens of calls on a CUDA device that are timed from when it is idle: for more the host runs ahead of the device."""
+
+
+def timer(layer: Layer, num_tokens: int) -> Timer:
     """The clock of a layer's calls: the wall's, or on a CUDA device events, with a cold L2 where weights would fit."""
     if layer.device.type != "cuda":
         return wall_clock(layer.device)
     cache = machine.describe_gpu(layer.device)["l2_bytes"]
-    return event_clock(layer.device, cold_bytes(cache, layer.num_experts * layer.weights.bytes_per_expert))
+    clock = event_clock if num_tokens <= MOST_FROM_IDLE else queued_clock
+    return clock(layer.device, cold_bytes(cache, layer.num_experts * layer.weights.bytes_per_expert))
 
 
 def no_room(variant: Variant, layer: Layer) -> str | None:
@@ -142,7 +147,7 @@ def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> 
 
 def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Times of those that did not fail, and why the others did, the first of them first."""
-    clock = timer(point.layer)
+    clock = timer(point.layer, point.place.num_tokens)
     failed: dict[str, str] = {}
 
     def timed(name: str, call: Call) -> float:

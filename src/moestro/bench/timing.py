@@ -76,6 +76,38 @@ def event_clock(device: torch.device | str, cold_bytes: int = 0, module: Any = t
     return lambda call: call.seconds() if isinstance(call, OwnClock) else seconds(call)
 
 
+FIRST_DELAY, LONGEST_DELAY = 1 << 18, 1 << 21
+"""Cycles that a device is busy with before a call: a tenth of a millisecond and more, and a millisecond and more."""
+
+
+def queued_clock(device: torch.device | str, cold_bytes: int = 0, module: Any = torch.cuda) -> Timer:
+    """As `event_clock`, but the device is busy with something else while the host launches the call.
+
+    So what the host takes does not count. A call whose launches outlast the delay is timed again behind one of twice
+    the length; one that waits for the device itself outlasts the longest, and is timed as it comes.
+    """
+    cold = torch.empty(cold_bytes, dtype=torch.uint8, device=device)
+    delay = FIRST_DELAY
+
+    def seconds(call: Call) -> float:
+        nonlocal delay
+        while True:
+            module.synchronize(device)
+            cold.zero_()
+            start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+            module._sleep(delay)
+            start.record()
+            call()
+            end.record()
+            was_late = start.query()
+            module.synchronize(device)
+            if not was_late or delay >= LONGEST_DELAY:
+                return float(start.elapsed_time(end)) / 1e3
+            delay *= 2
+
+    return lambda call: call.seconds() if isinstance(call, OwnClock) else seconds(call)
+
+
 def cold_bytes(cache_bytes: int, weight_bytes: int) -> int:
     """Bytes to write between calls: twice the cache where it could hold a quarter of the weights, else none.
 

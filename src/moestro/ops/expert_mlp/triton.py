@@ -14,7 +14,7 @@ from moestro import formats
 from moestro.formats import PackedTensor, SplitTensor, StoredExperts, WeightFormat
 from moestro.ops import gpu
 from moestro.ops.dispatch import KernelUse, Prepared
-from moestro.ops.expert_mlp import triton_tuning
+from moestro.ops.expert_mlp import triton_maps, triton_tuning
 from moestro.ops.expert_mlp.reasons import UNREAD_ZEROS, exchanged, matrices_of, no_activation
 from moestro.ops.expert_mlp.triton_tuning import Plan, Problem
 from moestro.ops.expert_mlp.tuning import named_strategy
@@ -180,7 +180,8 @@ def _no_dtype(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None
 def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[str, int | None]) -> Plan:
     """How these arguments are computed."""
     invariant = torch.are_deterministic_algorithms_enabled()
-    return triton_tuning.choose(problem(x, routing, weights), gpu.device_of(x), strategy, invariant)
+    how = triton_tuning.choose(problem(x, routing, weights), gpu.device_of(x), strategy, invariant)
+    return triton_maps.by_pointers(how, weights, compute_dtype(x, weights))
 
 
 def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:

@@ -254,20 +254,41 @@ def between(
         return activation(z, KIND, ALPHA)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def gate_up_kernel(
-    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr,
+@triton.jit
+def height(rows, block):
+    """How many rows a block can have at most: those of its expert from its first one on."""
+    if rows.pairs is None:
+        return 1
+    else:
+        expert = tl.load(rows.experts + block)
+        stop = tl.load(rows.offsets + tl.maximum(expert, 0) + 1)
+        return stop - tl.load(rows.starts + block)
+
+
+@triton.jit
+def gate_up_tile(
+    x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out [T * K, I]: what stands between the two products, of every row in the order of blocks."""
-    WIDTH: tl.constexpr = BN // 2 if GATED else BN
-    blocks = num_blocks(rows, num_pairs)
-    tiles = tl.cdiv(I, WIDTH)
-    for index in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0)):
-        block, column = tile_at(index, blocks, tiles, GROUP)
+    """A block of `gate_up_kernel` and one column of weights, in a tile that is halved TAILS times where rows allow."""
+    if TAILS > 0:
+        if height(rows, block) <= BM // 2:
+            LEFT: tl.constexpr = SWAP or (w.warpgroups and BM < 128)
+            gate_up_tile(
+                x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+                BLOCK, BM // 2, BN, BK, LEFT, DTYPE, WEIGHTED, TAILS - 1, KIND, GATED, INTERLEAVED, ALPHA, LIMIT,
+                UP_OFFSET,
+            )  # fmt: skip
+        else:
+            gate_up_tile(
+                x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+                BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, 0, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
+            )  # fmt: skip
+    else:
+        WIDTH: tl.constexpr = BN // 2 if GATED else BN
         expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
         if expert >= 0:
             first = column * WIDTH
@@ -288,18 +309,45 @@ def gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def down_kernel(
-    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
+def gate_up_kernel(
+    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out [SPLITS, T * K, H]: each pair's weighted output, as the pieces of its sum over I."""
+    """out [T * K, I]: what stands between the two products, of every row in the order of blocks."""
     blocks = num_blocks(rows, num_pairs)
-    tiles = tl.cdiv(H, BN)
-    piece_size = tl.cdiv(tl.cdiv(I, BK), SPLITS) * BK
-    for index in tl.range(tl.program_id(0), blocks * tiles * SPLITS, tl.num_programs(0)):
-        piece = index % SPLITS
-        block, column = tile_at(index // SPLITS, blocks, tiles, GROUP)
+    tiles = tl.cdiv(I, BN // 2 if GATED else BN)
+    for index in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0)):
+        block, column = tile_at(index, blocks, tiles, GROUP)
+        gate_up_tile(
+            x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+            BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, TAILS, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
+        )  # fmt: skip
+
+
+@triton.jit
+def down_tile(
+    h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A block of `down_kernel`, one column of weights and a piece of I, in a tile that is halved as in gate_up."""
+    if TAILS > 0:
+        if height(rows, block) <= BM // 2:
+            LEFT: tl.constexpr = SWAP or (w.warpgroups and BM < 128)
+            down_tile(
+                h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+                BLOCK, BM // 2, BN, BK, LEFT, DTYPE, WEIGHTED, TAILS - 1, SPLITS,
+            )  # fmt: skip
+        else:
+            down_tile(
+                h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+                BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, 0, SPLITS,
+            )  # fmt: skip
+    else:
+        piece_size = tl.cdiv(tl.cdiv(I, BK), SPLITS) * BK
         expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
         if expert >= 0:
             first = column * BN
@@ -318,6 +366,24 @@ def down_kernel(
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
             at = out + (piece.to(tl.int64) * num_pairs + pairs)[:, None] * H + columns[None, :]
             tl.store(at, round_to(acc, out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def down_kernel(
+    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out [SPLITS, T * K, H]: each pair's weighted output, as the pieces of its sum over I."""
+    blocks = num_blocks(rows, num_pairs)
+    tiles = tl.cdiv(H, BN)
+    for index in tl.range(tl.program_id(0), blocks * tiles * SPLITS, tl.num_programs(0)):
+        piece = index % SPLITS
+        block, column = tile_at(index // SPLITS, blocks, tiles, GROUP)
+        down_tile(
+            h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+            BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, TAILS, SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "num_experts"])

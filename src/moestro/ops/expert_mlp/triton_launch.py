@@ -18,9 +18,10 @@ from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops import gpu, triton_rows
 from moestro.ops.dispatch import InWaves
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
+from moestro.ops.expert_mlp.triton_maps import layout
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_work import Work
-from moestro.ops.gpu import ALIGNED, Launch
+from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
 from moestro.ops.triton_weights import describe
 from moestro.types import Activation, Routing
@@ -136,7 +137,7 @@ def _launches(
     x: Tensor, ids: Tensor, weights: ExpertWeights, how: Plan, dtype: torch.dtype, on_input: bool
 ) -> _Launches:
     a = weights.activation
-    tiles = {"BLOCK": how.block, "BM": how.rows}
+    tiles = {"BLOCK": how.block, "BM": how.rows, "TAILS": how.tails}
     between = {n.upper(): getattr(a, n) for n in ("kind", "gated", "interleaved", "alpha", "limit", "up_offset")}
     gate_up = {**tiles, **_tile(how.gate_up, dtype), "WEIGHTED": on_input, **between}
     down = {**tiles, **_tile(how.down, dtype), "WEIGHTED": not on_input, "SPLITS": how.splits}
@@ -183,23 +184,6 @@ def _projection_arguments(
 def tensor_map(
     stored: PackedTensor, tile: Tile, dtype: torch.dtype, activation: Activation | None
 ) -> TensorDescriptor | None:
-    """What the hardware copies tiles of weights by, in boxes [1, outputs, halves, depth]; None where pointers must do.
-
-    Either order of gate and up is a matter of strides; the rows of a box alternate between them. Boxes are not
-    converted: `dtype` is what rows are multiplied in. `activation` is that of gate_up, None for down.
-    """
-    data = stored.data
-    halves = 2 if activation is not None and activation.gated else 1
-    expert, row, column = data.stride()
-    aligned = data.data_ptr() % ALIGNED == 0 and all(s * data.element_size() % ALIGNED == 0 for s in (expert, row))
-    whole = data.shape[2] % tile.depth == 0 and data.numel() > 0  # a step past the last column is not to be copied
-    if not (tile.tensor_map and data.dtype == dtype and column == 1 and row > 0 and expert > 0 and aligned and whole):
-        return None
-    outputs = data.shape[1] // halves
-    strides = (row, row * outputs) if activation is None or not activation.interleaved else (row * 2, row)
-    return TensorDescriptor(
-        data,
-        [data.shape[0], outputs, halves, data.shape[2]],
-        [expert, *strides, 1],
-        [1, tile.columns // halves, halves, tile.depth],
-    )
+    """What the hardware copies tiles of weights by, as `triton_maps.layout` says; None where pointers must do."""
+    found = layout(stored, tile, dtype, activation)
+    return None if found is None else TensorDescriptor(stored.data, *found)

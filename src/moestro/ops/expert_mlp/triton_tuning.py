@@ -112,6 +112,7 @@ class Plan:
         splits: pieces of the sum over I.
         wide: whether the pieces are float32 whatever x is.
         programs: programs of a launch that take tile after tile; 0 for one program a tile.
+        tails: how often a tile is halved where a block has no more rows than that.
     """
 
     strategy: str = field(compare=False)
@@ -124,11 +125,14 @@ class Plan:
     splits: int = 1
     wide: bool = True
     programs: int = 0
+    tails: int = 0
 
     def __str__(self) -> str:
         up, down = (f"{t.columns} x {t.depth}{' swapped' if t.swap else ''}" for t in (self.gate_up, self.down))
         ways = [f"{self.splits} pieces of the sum over I"] if self.splits > 1 else []
         ways += [f"{self.programs} programs that take tile after tile"] if self.programs else []
+        lower = " and ".join(str(self.rows >> (i + 1)) for i in range(self.tails))
+        ways += [f"blocks of few rows in tiles of {lower}"] if lower else []
         return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
 
 
@@ -159,7 +163,14 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         made = replace(made, strategy=name)
     if invariant:
         return made
-    return _fill(made, problem, device) if rows == LEAST_ROWS else _persist(made, problem, device)
+    if rows == LEAST_ROWS:
+        return _fill(made, problem, device)
+    return _persist(replace(made, tails=tails(rows)), problem, device)
+
+
+def tails(rows: int) -> int:
+    """How often tiles are halved for blocks of few rows: of the highest ones, to 64 and to 32 rows."""
+    return 2 if rows == MOST_ROWS else 0
 
 
 def tile_rows(rows_per_expert: float) -> int:
