@@ -60,11 +60,8 @@ def read() -> dict[str, int]:
 
 
 def path() -> Path:
-    """Where it is kept; an OSError where there is no place for it."""
-    try:
-        return settings.cache_folder() / FILE
-    except RuntimeError as error:  # of Path.home, for a user without a home
-        raise OSError(str(error)) from error
+    """Where it is kept; a RuntimeError for a user without a home."""
+    return settings.cache_folder() / FILE
 
 
 @functools.cache
@@ -97,7 +94,7 @@ def _is_ahead(one: Callable[[], object], other: Callable[[], object]) -> bool:
 def _read_all() -> dict[str, Any]:
     try:
         found = json.loads(path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -114,5 +111,5 @@ def _keep(found: dict[str, int]) -> None:
             written = Path(scratch) / FILE
             written.write_text(json.dumps(every, indent=1), encoding="utf-8")
             os.replace(written, place)
-    except OSError:
+    except (OSError, RuntimeError):
         return
