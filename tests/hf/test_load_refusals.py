@@ -324,7 +324,7 @@ def test_families_whose_experts_cannot_be_stored(architecture, tmp_path):
     [
         ({"format": "int4-g128"}, "multiple of 128"),
         ({"format": "nvfp5"}, "nvfp4"),
-        ({"projections": "int8"}, "True or False"),
+        ({"projections": "int9"}, "one of torch, auto"),
         ({"dtype": "mxfp4"}, "dtype='mxfp4'"),
         ({"dtype": torch.float8_e4m3fn}, "float32, bfloat16"),
         ({"dtype": torch.int8}, "float32, bfloat16"),

@@ -336,7 +336,7 @@ def test_the_sizes_are_the_formats(made, saved):
     [
         ({"format": "q4_k"}, "mxfp4"),
         ({"format": "int8", "search": "best"}, "nearest, mse"),
-        ({"projections": "int8"}, "True or False"),
+        ({"projections": "int9"}, "one of torch, auto"),
         ({"format": "int8", "overrides": {"*": "int5"}}, "int8"),
         ({"format": "int8", "overides": {}}, "overides"),
         ({"format": "int8", "version": 2}, "version 2"),

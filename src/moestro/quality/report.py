@@ -48,7 +48,6 @@ class Row:
         status: "ok", or "skipped" with the sentence why in `reason`; the rest is then None.
         dtype: of activations and of all other weights.
         input_format: "int8" or "fp8-e4m3" where rows are rounded before they meet experts, else "float".
-        projections: "torch", or the format in which linear modules beside the experts are stored.
         bits_per_weight: of the experts, scales included, biases not.
         expert_bytes: of all of them.
         bits_per_byte, bits_per_token: negative log2-likelihood of the text over its bytes of UTF-8 and its tokens.
@@ -59,6 +58,7 @@ class Row:
         expert_error, routing_changed: means over the layers.
         layers: in the order in which they run.
         seconds: for loading and measuring, the baseline's part included.
+        projections: "torch", or the format in which linear modules beside the experts are stored.
     """
 
     format: str
@@ -67,7 +67,6 @@ class Row:
     reason: str | None = None
     dtype: str | None = None
     input_format: str | None = None
-    projections: str | None = None
     bits_per_weight: float | None = None
     expert_bytes: int | None = None
     bits_per_byte: float | None = None
@@ -81,6 +80,7 @@ class Row:
     routing_changed: float | None = None
     layers: tuple[Layer, ...] | None = None
     seconds: float | None = None
+    projections: str | None = None
 
 
 @dataclass(frozen=True)
