@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-# What is measured on this machine while tests run, by this process or those it starts, is not kept for others.
-os.environ["XDG_CACHE_HOME"] = os.path.join(
-    tempfile.gettempdir(), f"moestro-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
-)
+# What is measured while tests run is that run's own: once, before its workers, so that all its processes choose alike.
+FIRST = "MOESTRO_TESTS_CACHE" not in os.environ
+if FIRST:
+    os.environ["MOESTRO_TESTS_CACHE"] = tempfile.mkdtemp(prefix="moestro-tests-")
+os.environ["XDG_CACHE_HOME"] = os.environ["MOESTRO_TESTS_CACHE"]
 
 import hypothesis
 import numpy as np
@@ -31,6 +33,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from moestro.bench.peers import outside
+from moestro.ops.projection import projection
 from source import ROOT
 
 outside.CHECKOUT = ROOT  # where the package under test is an installed one, too
@@ -45,6 +48,17 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("moestro")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if FIRST:
+        with torch.no_grad():
+            projection(*(torch.ones(1, 8, dtype=torch.bfloat16) for _ in range(2)))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if FIRST:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

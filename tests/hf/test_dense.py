@@ -18,6 +18,7 @@ from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.hf import MoestroConfig, served, served_projections
 from moestro.hf.dense import Projection
 from moestro.ops import native
+from moestro.ops.projection import measured
 
 
 @pytest.fixture
@@ -128,7 +129,8 @@ def test_load_takes_searches_and_overrides_in_a_configuration(made):
     assert any(not torch.equal(found[name], near[name]) for name in found)
 
 
-def test_explain_says_who_runs_one(made):
+def test_explain_says_who_runs_one(made, monkeypatch):
+    monkeypatch.setattr(measured, "most_rows", lambda *_: 2)
     model = moestro.load(made.folder("qwen3-30b-a3b"), projections="auto")
     head = served_projections(model)["lm_head"]
     with torch.no_grad():
