@@ -15,12 +15,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-# What is measured while tests run is that run's own: once, before its workers, so that all its processes choose alike.
-FIRST = "MOESTRO_TESTS_CACHE" not in os.environ
-if FIRST:
-    os.environ["MOESTRO_TESTS_CACHE"] = tempfile.mkdtemp(prefix="moestro-tests-")
-os.environ["XDG_CACHE_HOME"] = os.environ["MOESTRO_TESTS_CACHE"]
-
 import hypothesis
 import numpy as np
 import pytest
@@ -37,6 +31,12 @@ from moestro.ops.projection import projection
 from source import ROOT
 
 outside.CHECKOUT = ROOT  # where the package under test is an installed one, too
+
+# What is measured while tests run is that run's own: once, before its workers, so that all its processes choose alike.
+FIRST = "MOESTRO_TESTS_CACHE" not in os.environ
+if FIRST:
+    os.environ["MOESTRO_TESTS_CACHE"] = tempfile.mkdtemp(prefix="moestro-tests-")
+os.environ["XDG_CACHE_HOME"] = os.environ["MOESTRO_TESTS_CACHE"]
 
 hypothesis.settings.register_profile(
     "moestro",
