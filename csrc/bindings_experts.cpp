@@ -125,6 +125,7 @@ private:
         need(c.top_k >= 0 && c.top_k <= kMostSlots, "more slots than fit");
         need(c.num_experts >= 0 && c.num_experts <= kMostExperts, "sizes out of range");
         need(c.pieces >= 0 && c.pieces <= kMostPieces, "a number of pieces out of range");
+        need(c.wide_rows >= 0, "a negative number of rows");
         need(c.down.rows == c.hidden_size, "a down projection that does not lead back to the hidden size");
         need(c.gate_up.rows == c.intermediate_size * (c.activation.gated ? 2 : 1),
              "projections that do not belong together");
@@ -155,6 +156,7 @@ class Linear {
 public:
     Linear(const Isa& isa, const LinearCall& fixed, const Stored& weights) : isa_(isa), call_(fixed) {
         need(!weights.kept(), "weights that are not one matrix");
+        need(call_.wide_rows >= 0, "a negative number of rows");
         call_.weights = weights.projection(call_.weights.rows ? 1 : 0);
         const Element element = call_.weights.element;
         need(!isa.tiles || (call_.x.dtype == Element::bf16 && (element == Element::bf16 || has_scale(element))),
@@ -223,7 +225,7 @@ void make_experts(ExpertMlp* self, int64_t isa, const Stored& gate_up, const Sto
                   const FloatArray* gate_up_bias, const FloatArray* down_bias, const Activation& activation,
                   int64_t num_experts, int64_t top_k, int x_dtype, int out_dtype, bool ids_are_64_bit,
                   bool weight_on_input, bool int8_input, bool all_experts, bool same_bits, int64_t token_block,
-                  int64_t pieces) {
+                  int64_t pieces, int64_t wide_rows) {
     Call call;
     call.num_experts = num_experts, call.top_k = top_k;
     call.gate_up_bias = array_or_none(gate_up_bias), call.down_bias = array_or_none(down_bias);
@@ -231,14 +233,14 @@ void make_experts(ExpertMlp* self, int64_t isa, const Stored& gate_up, const Sto
     call.x.dtype = checked_dtype(x_dtype), call.out_dtype = checked_dtype(out_dtype);
     call.ids_are_64_bit = ids_are_64_bit, call.weight_on_input = weight_on_input;
     call.int8_input = int8_input, call.all_experts = all_experts, call.same_bits = same_bits;
-    call.token_block = token_block, call.pieces = pieces;
+    call.token_block = token_block, call.pieces = pieces, call.wide_rows = wide_rows;
     new (self) ExpertMlp(checked_isa(isa), call, gate_up, down);
 }
 
 void make_linear(Linear* self, int64_t isa, const Stored& weights, const FloatArray* bias, int x_dtype, int out_dtype,
-                 bool same_bits) {
+                 bool same_bits, int64_t wide_rows) {
     LinearCall call;
-    call.same_bits = same_bits;
+    call.same_bits = same_bits, call.wide_rows = wide_rows;
     call.weights.rows = weights.described().rows;
     call.bias = array_or_none(bias);
     call.x.dtype = checked_dtype(x_dtype), call.out_dtype = checked_dtype(out_dtype);
@@ -292,7 +294,7 @@ void bind_experts(nb::module_& m) {
         .def("__init__", &make_experts, nb::kw_only(), "isa"_a, "gate_up"_a, "down"_a, "gate_up_bias"_a.none(),
              "down_bias"_a.none(), "activation"_a, "num_experts"_a, "top_k"_a, "x_dtype"_a, "out_dtype"_a,
              "ids_are_64_bit"_a, "weight_on_input"_a = false, "int8_input"_a = false, "all_experts"_a = false,
-             "same_bits"_a = false, "token_block"_a = kTokenBlock, "pieces"_a = 0)
+             "same_bits"_a = false, "token_block"_a = kTokenBlock, "pieces"_a = 0, "wide_rows"_a = 0)
         .def("run", &ExpertMlp::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "ids_address"_a,
              "weights_address"_a, "out_address"_a)
         .def("run_rows", &ExpertMlp::run_rows, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a,
@@ -303,7 +305,7 @@ void bind_experts(nb::module_& m) {
         .def("workspace_bytes", &ExpertMlp::workspace_bytes, "num_tokens"_a);
     nb::class_<Linear>(m, "Linear")
         .def("__init__", &make_linear, nb::kw_only(), "isa"_a, "weights"_a, "bias"_a.none(), "x_dtype"_a, "out_dtype"_a,
-             "same_bits"_a)
+             "same_bits"_a, "wide_rows"_a = 0)
         .def("run", &Linear::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "out_address"_a)
         .def("plan", &Linear::plan, "num_threads"_a, "num_tokens"_a)
         .def("workspace_bytes", &Linear::workspace_bytes, "num_tokens"_a);

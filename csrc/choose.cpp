@@ -13,6 +13,8 @@ constexpr int64_t kFewestForInt8Tiles = 5;
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; more tokens go in turns
 constexpr int64_t kLinearWorkspaceBytes = 64 << 20;
 
+int64_t given(int64_t measured, int64_t otherwise) { return measured ? measured : otherwise; }
+
 struct Rule {
     Kernel kernel;
     const char* name;
@@ -27,7 +29,7 @@ const Rule kRules[kNumKernels] = {
     {Kernel::int8_tiles, "int8 tiles",
      [](const Case& c) {
          const RowOps* ops = row_ops(c.isa, c.input);
-         return ops && ops->tiles && c.rows >= kFewestForInt8Tiles;
+         return ops && ops->tiles && c.rows >= given(c.wide_rows, kFewestForInt8Tiles);
      },
      [] { return "amx-int8, from " + std::to_string(kFewestForInt8Tiles) + " rows of a block"; }},
     {Kernel::int8_dots, "int8 dots", [](const Case& c) { return c.input == Input::int8; },
@@ -42,7 +44,8 @@ const Rule kRules[kNumKernels] = {
      [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16)"); }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
-         return c.may_take_eight && c.isa.eight_rows && c.rows >= kFewestForEight && c.weights.columns > 0;
+         return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
+                c.weights.columns > 0;
      },
      [] {
          return "avx512, avx512-vnni and avx512-bf16, from " + std::to_string(kFewestForEight) + " rows of a block";
@@ -129,6 +132,7 @@ const RowOps* row_ops(const Isa& isa, Input input) {
 int64_t fewest_tiled(const Isa& isa, const Call& call, Input input) {
     if (!isa.tiles) return INT64_MAX;
     if (call.same_bits) return isa.tiles->are_vectors ? INT64_MAX : 1;
+    if (call.wide_rows) return call.wide_rows;
     return std::max(fewest_tiled(*isa.tiles, call.gate_up, input), fewest_tiled(*isa.tiles, call.down, input));
 }
 
@@ -140,7 +144,7 @@ bool takes_tiles(const Isa& isa, const LinearCall& call) {
     if (!isa.tiles) return false;
     const bool packed = has_scale(call.weights.element);
     if (call.same_bits || !packed) return !isa.tiles->are_vectors;
-    return call.num_tokens >= fewest_tiled(*isa.tiles, call.weights, input_of(isa, call));
+    return call.num_tokens >= given(call.wide_rows, fewest_tiled(*isa.tiles, call.weights, input_of(isa, call)));
 }
 
 int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_block, 1, kTokenBlock); }

@@ -33,6 +33,7 @@ struct Case {
     bool may_take_eight = false;  // rows of weights at once: a block of experts all of whose rows are floats
     bool group_scales = false;    // the expert's rows are few and the bits may depend on how many they are
     int64_t rows = 0;             // of the block
+    int64_t wide_rows = 0;        // of the call
 };
 Kernel choose(const Case& asked);
 

@@ -44,6 +44,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     asked.may_take_eight = true;
     asked.group_scales = group_scales(isa_, call_, active.num_rows);
     asked.rows = m;
+    asked.wide_rows = call_.wide_rows;
     const Kernel kernel = choose(asked);
     asked.input = Input::floats;
     asked.may_take_eight = false;

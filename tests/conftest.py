@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 
 # Before torch starts its threads: workers of one machine that each take every core are slower than one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# No test is decided by what is timed; those about timing say so.
+os.environ["MOESTRO_MEASURE"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
@@ -27,16 +27,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from moestro.bench.peers import outside
-from moestro.ops.projection import projection
 from source import ROOT
 
 outside.CHECKOUT = ROOT  # where the package under test is an installed one, too
-
-# What is measured while tests run is that run's own: once, before its workers, so that all its processes choose alike.
-FIRST = "MOESTRO_TESTS_CACHE" not in os.environ
-if FIRST:
-    os.environ["MOESTRO_TESTS_CACHE"] = tempfile.mkdtemp(prefix="moestro-tests-")
-os.environ["XDG_CACHE_HOME"] = os.environ["MOESTRO_TESTS_CACHE"]
 
 hypothesis.settings.register_profile(
     "moestro",
@@ -48,17 +41,6 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("moestro")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if FIRST:
-        with torch.no_grad():
-            projection(*(torch.ones(1, 8, dtype=torch.bfloat16) for _ in range(2)))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if FIRST:
-        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

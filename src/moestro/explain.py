@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from moestro.experts import Experts
 from moestro.formats import SplitTensor
 from moestro.moe import MoE
 from moestro.ops.dispatch import Candidate, KernelUse, Operation, Prepared, allowed, candidates
-from moestro.ops.expert_mlp import EXPERT_MLP, expert_mlp
+from moestro.ops.expert_mlp import EXPERT_MLP, cpu, expert_mlp
 from moestro.ops.grouping import GROUPING, group_by_expert
 from moestro.ops.inputs import check_call, check_tensor, no_tensor
 from moestro.ops.projection import PROJECTION, projection
@@ -51,6 +51,7 @@ class Explanation:
         weights: how the experts are stored, the bytes one of them reads, and how they are used (expert_mlp only).
         forced: the implementation forced by `moestro.use` or the environment, or None.
         dispatch: how rows would reach their experts and why, of a layer whose dispatcher chooses; else None.
+        predictions: seconds by implementation, where what was measured on this machine decides (expert_mlp on a CPU).
     """
 
     operation: str
@@ -64,6 +65,7 @@ class Explanation:
     weights: str | None = None
     forced: str | None = None
     dispatch: str | None = None
+    predictions: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -77,6 +79,9 @@ class Explanation:
         for c in self.candidates:
             mark = ">" if c.name == self.chosen else " "
             lines.append(f"  {mark} {c.name:<{width}}  {c.reason or 'can run this'}")
+        if self.predictions:
+            times = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in self.predictions.items())
+            lines.append(f"  predicted {times}, by what was measured on this machine")
         if self.dispatch:
             lines.append(f"  dispatch {self.dispatch}")
         if self.strategy:
@@ -158,7 +163,12 @@ def _explain(operation: Operation, asked: tuple[Any, ...]) -> Explanation:
         workspace_bytes=None if chosen is None else chosen.workspace_bytes,
         weights=_describe(asked[2], name) if operation is EXPERT_MLP else None,
         forced=forced if forced in found else None,
+        predictions=cpu.predictions(*arguments[:3]) if operation is EXPERT_MLP else {},
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _describe(weights: ExpertWeights, chosen: str | None) -> str:

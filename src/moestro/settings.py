@@ -17,6 +17,7 @@ STRATEGY_VARIABLE = "MOESTRO_STRATEGY"
 BENCH_PEERS_VARIABLE = "MOESTRO_BENCH_PEERS"
 MASK_VARIABLE = "MOESTRO_WITHOUT_FEATURES"
 API_KEY_VARIABLE = "MOESTRO_API_KEY"
+MEASURE_VARIABLE = "MOESTRO_MEASURE"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ def current() -> Settings:
 
 MASKED = tuple(os.environ.get(MASK_VARIABLE, "").replace(",", " ").split())
 """Features of the processor that the engine is to do without, as Linux calls them ("avx512f", "amx_tile")."""
+
+
+MEASURES = os.environ.get(MEASURE_VARIABLE) != "0"
+"""Whether implementations may be chosen by what is timed on this machine."""
 
 
 def bench_peers() -> str | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import moestro
 from moestro import Routing, reference
-from moestro.memory.slots import SlotWeights
 from moestro.ops import dispatch
-from moestro.ops.expert_mlp import EXPERT_MLP, crossover, triton, tuning
+from moestro.ops.expert_mlp import EXPERT_MLP, triton
 from moestro.ops.expert_mlp.triton_launch import in_waves
 from tolerances import assert_close
 
@@ -61,19 +58,6 @@ def test_triton_makes_no_other_room_for_pieces(monkeypatch, triton_device):
     parts.rows(x, routing, weights, room)
     assert made
     assert room.numel() not in made
-
-
-def test_an_engine_is_chosen_for_all_experts_of_a_layer(monkeypatch):
-    """However few of them have slots: what PyTorch does faster depends on the rows of an expert."""
-    torch.use_deterministic_algorithms(False)  # where one is taken for every batch
-    monkeypatch.setattr(tuning, "multiplies_bfloat16", lambda: True)
-    sizes = problems.Sizes(32, 64, 32, 2, 2)
-    few = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16)
-    slots = SlotWeights(**{**vars(few), "planned_experts": 64})
-    given = torch.zeros(32, 64, dtype=torch.bfloat16), problems.routing(sizes, kind="random")
-    isa = SimpleNamespace(multiplies_bfloat16=False)
-    assert crossover.reason(isa, *given, few)
-    assert crossover.reason(isa, *given, slots) is None
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])

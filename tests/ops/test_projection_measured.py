@@ -14,16 +14,19 @@ from torch.nn import functional as F
 
 import moestro
 from moestro import settings
+from moestro.ops import measured as store
 from moestro.ops.dispatch import observed
 from moestro.ops.native import ISAS
 from moestro.ops.projection import PROJECTION, measured, projection, tuning
 
+NAME = "cpu-one: bfloat16 linear modules, {} threads, most rows"
 FIRST = [isa for isa in ISAS if isa.runs_here and isa.multiplies_floats][:1]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(settings, "MEASURES", True)
     measured.most_rows.cache_clear()
     yield tmp_path / "moestro"
     measured.most_rows.cache_clear()
@@ -58,18 +61,18 @@ def test_it_is_kept_and_not_measured_again(monkeypatch, folder):
     assert len(tried) == count
     assert measured.most_rows("one", torch.bfloat16, 3, F.linear) == 16
     assert len(tried) == 2 * count
-    kept = json.loads((folder / measured.FILE).read_text())
-    assert [*kept.values()] == [{"one bfloat16 2 threads": 16, "one bfloat16 3 threads": 16}]
+    kept = json.loads((folder / store.FILE).read_text())
+    assert [*kept.values()] == [{NAME.format(2): [16], NAME.format(3): [16]}]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', None])
 def test_a_damaged_file_is_measured_over(monkeypatch, folder, content):
     timed(monkeypatch, 8)
     folder.mkdir()
-    damaged = json.dumps({measured._machine(): {"one bfloat16 2 threads": "many"}}) if content is None else content
-    (folder / measured.FILE).write_text(damaged)
+    damaged = json.dumps({store._machine(): {NAME.format(2): "many"}}) if content is None else content
+    (folder / store.FILE).write_text(damaged)
     assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
-    assert measured.read() == {"one bfloat16 2 threads": 8}
+    assert store.read() == {NAME.format(2): [8]}
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
@@ -97,19 +100,19 @@ def test_nothing_but_the_file_is_left(monkeypatch, folder):
     assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
     monkeypatch.setattr(os, "replace", full)
     assert measured.most_rows("one", torch.bfloat16, 3, F.linear) == 8
-    assert [each.name for each in folder.iterdir()] == [measured.FILE]
+    assert [each.name for each in folder.iterdir()] == [store.FILE]
 
 
 def test_what_another_process_found_meanwhile_stays(monkeypatch, folder):
     def is_ahead(one, other):
-        (folder / measured.FILE).write_text(json.dumps({measured._machine(): {"other": 4}, "elsewhere": {"one": 2}}))
+        (folder / store.FILE).write_text(json.dumps({store._machine(): {"other": [4]}, "elsewhere": {"one": [2]}}))
         return True
 
     folder.mkdir()
     monkeypatch.setattr(measured, "_is_ahead", is_ahead)
     measured.most_rows("one", torch.bfloat16, 2, F.linear)
-    assert measured.read() == {"other": 4, "one bfloat16 2 threads": 256}
-    assert "elsewhere" in json.loads((folder / measured.FILE).read_text())
+    assert store.read() == {"other": [4], NAME.format(2): [256]}
+    assert "elsewhere" in json.loads((folder / store.FILE).read_text())
 
 
 def test_threads_measure_one_after_another(monkeypatch):
@@ -139,7 +142,7 @@ def test_the_graphics_card_is_not_woken(monkeypatch):
     for name in ("device_count", "get_device_name", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, woken)
     timed(monkeypatch, 8)
-    measured._machine.cache_clear()
+    store._machine.cache_clear()
     assert measured.most_rows("one", torch.bfloat16, 2, F.linear) == 8
 
 
@@ -152,11 +155,11 @@ def test_whatever_surrounds_the_first_call(folder):
     x, weight = torch.randn(2, 64).half(), torch.randn(9, 64).half()
     for surrounding in (other_device, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)):
         measured.most_rows.cache_clear()
-        (folder / measured.FILE).unlink(missing_ok=True)
+        (folder / store.FILE).unlink(missing_ok=True)
         with torch.no_grad(), surrounding():
             y = projection(x.clone(), weight.clone())
         assert (y.device.type, y.dtype) == ("cpu", torch.float16)
-        assert measured.read()
+        assert store.read()
 
 
 @pytest.mark.skipif(not FIRST, reason="there is no engine")
@@ -180,8 +183,8 @@ def test_a_real_measurement(folder):
     state = torch.get_rng_state()
     with torch.no_grad():
         projection(x, weight)
-    assert set(measured.read().values()) <= {0, *measured.STEPS}
-    assert measured.read()
+    assert {n for numbers in store.read().values() for n in numbers} <= {0, *measured.STEPS}
+    assert store.read()
     assert torch.equal(torch.get_rng_state(), state)
 
 

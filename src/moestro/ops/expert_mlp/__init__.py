@@ -14,6 +14,7 @@ from moestro.errors import invalid_input, several_devices
 from moestro.ops import dispatch, gpu, gpu_checks, native
 from moestro.ops.expert_mlp import cpu, plain, reference, triton
 from moestro.ops.inputs import check_call
+from moestro.ops.measured import measures
 from moestro.ops.tensors import call_key
 from moestro.types import Routing, make_up_a_routing, no_routing
 from moestro.weights import ExpertWeights
@@ -103,7 +104,7 @@ def _look(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) ->
     forced = settings.current()
     aligned = (x.is_cpu and forced.implementation != gpu.IMPLEMENTATION) or gpu.alignment(x, ids, routing_weights)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    where = forced.implementation, forced.strategy, strategy, deterministic, torch.get_num_threads()
+    where = forced.implementation, forced.strategy, strategy, deterministic, torch.get_num_threads(), measures()
     return ("expert_mlp", where, cpu.PIECES, routing.weight_on, aligned, given, words), parts.tensors
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import SplitTensor
 from moestro.ops import native
 from moestro.ops.dispatch import InWaves, KernelUse, Prepared
-from moestro.ops.expert_mlp import crossover
+from moestro.ops.expert_mlp import costs, crossover
 from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable
 from moestro.ops.expert_mlp.reasons import no_activation
 from moestro.ops.expert_mlp.tuning import named_strategy
@@ -37,14 +39,15 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     how = walk == "all_experts", token_block, PIECES
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
-    handle = _handle(isa, x, routing, weights, _rows_of(biases), how)
+    wide = crossover.wide_rows(isa, binder(isa), x, weights)
+    handle = _handle(isa, x, routing, weights, _rows_of(biases), how, wide)
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         ids, w = routing.expert_ids.contiguous(), routing.routing_weights.contiguous()
         rows = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         held = _rows_of((weights.gate_up_bias, weights.down_bias)) if copied else None
-        call = handle if held is None else _handle(isa, x, routing, weights, held, how)
+        call = handle if held is None else _handle(isa, x, routing, weights, held, how, wide)
         given = rows.data_ptr(), rows.stride(0), ids.data_ptr(), w.data_ptr(), out.data_ptr()
         try:
             call.run(threads, rows.shape[0], *given)
@@ -68,6 +71,24 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         routed_only=walk != "all_experts",
         in_waves=_in_waves(handle, threads),
     )
+
+
+@functools.cache
+def binder(isa: native.Isa) -> costs.Bind:
+    """What computes samples with this instruction set."""
+
+    def bind(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
+        how, threads, out = (False, native.LIMITS["token_block"], 0), torch.get_num_threads(), torch.empty_like(x)
+        handle = _handle(isa, x, routing, weights, (None, None), how, wide)
+
+        def call() -> Tensor:
+            ids, w = routing.expert_ids.data_ptr(), routing.routing_weights.data_ptr()
+            handle.run(threads, weights.num_experts * x.shape[0], x.data_ptr(), x.stride(0), ids, w, out.data_ptr())
+            return out
+
+        return call
+
+    return bind
 
 
 def _in_waves(handle: Any, threads: int) -> InWaves:
@@ -117,6 +138,19 @@ def _why(walk: str, by: str, token_block: int) -> str:
 
 def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """Why the engine cannot compute this with this instruction set; None if it can."""
+    return _cannot(isa, x, routing, weights) or crossover.reason(isa, binder(isa), x, routing, weights)
+
+
+def predictions(x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str, float]:
+    """Seconds that a call is predicted to take, by implementation: of the best set that can compute it, and of plain
+    torch. Empty where nothing is measured."""
+    for isa in native.ISAS:
+        if _cannot(isa, x, routing, weights) is None:
+            return crossover.predictions(isa, binder(isa), x, routing, weights)
+    return {}
+
+
+def _cannot(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     return (
         native.reason(isa)
         or (None if x.is_cpu else f"it computes on the CPU, and x is on {x.device.type}")
@@ -124,7 +158,6 @@ def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: Exper
         or _wrong_layer(routing, weights)
         or _wrong_input_format(isa, weights)
         or _wrong_dtype(isa, x, weights)
-        or crossover.reason(isa, x, routing, weights)
     )
 
 
@@ -200,6 +233,7 @@ def _handle(
     weights: ExpertWeights,
     biases: tuple[Tensor | None, Tensor | None],
     how: tuple[bool, int, int],
+    wide: int,
 ) -> Any:
     engine, dtype = native.engine(), native.FLOATS[x.dtype]
     all_experts, token_block, pieces = how
@@ -221,6 +255,7 @@ def _handle(
         same_bits=torch.are_deterministic_algorithms_enabled(),
         token_block=token_block,
         pieces=pieces,
+        wide_rows=wide,
     )
 
 

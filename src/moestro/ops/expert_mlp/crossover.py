@@ -1,43 +1,76 @@
-"""Where something else is faster than an instruction set of the engine that could run: measured, and never forced."""
+"""Where something else is faster than an instruction set of the engine that could run: predicted from what was
+measured on this machine, and never where the implementation was forced."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moestro import settings
-from moestro.ops.expert_mlp import tuning
+from moestro.formats import StoredExperts
+from moestro.ops import measured
+from moestro.ops.expert_mlp import costs, plain, tuning
 from moestro.ops.native import Isa
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
 
-_ANYWAY = "forced by name, or with torch.use_deterministic_algorithms, it runs"
+MARGIN = 0.9
+"""PyTorch is chosen where its predicted time is below this share of the engine's: nearer ones may be errors."""
 
 
-def reason(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    """None, or the sentence why the next of the list is the better choice for this many rows.
+def wide_rows(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> int:
+    """Rows from which on the engine takes tiles, or eight rows of weights at once; 0: its own table says."""
+    if not is_measured(x, weights):
+        return 0
+    both = (weights.gate_up, weights.down)
+    return max(_costs(f"cpu-{isa.name}", bind, x, stored, weights).wide_rows for stored in both)
+
+
+def reason(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
+    """None, or the sentence why plain torch is the better choice for this many rows.
 
     What this decides depends on the batch, and so do a token's bits then: an implementation that is forced, or
     `torch.use_deterministic_algorithms(True)`, takes one for every batch.
     """
-    if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
+    if settings.current().implementation is not None:
         return None
-    rows = routing.expert_ids.numel() / max(weights.planned_experts, 1)
-    stored = {x.dtype, weights.gate_up.format.storage, weights.down.format.storage}
-    if (
-        stored == {torch.bfloat16}
-        and not isa.multiplies_bfloat16
-        and tuning.multiplies_bfloat16()
-        and rows > tuning.BFLOAT16_ROWS
-    ):
-        return (
-            f"this processor's bfloat16 instructions, which PyTorch uses and it does not, are faster from "
-            f"{tuning.BFLOAT16_ROWS} rows an expert on ({rows:.0f} here); {_ANYWAY}"
-        )
-    columns = max(weights.hidden_size, weights.intermediate_size)
-    if stored in ({torch.float32}, {torch.bfloat16}) and columns > tuning.WIDE_COLUMNS and rows > tuning.WIDE_ROWS:
-        return (
-            f"PyTorch's matmuls are faster from {tuning.WIDE_ROWS} rows an expert on ({rows:.0f} here) where it has "
-            f"more than {tuning.WIDE_COLUMNS} columns ({columns}); {_ANYWAY}"
-        )
-    return None
+    found = predictions(isa, bind, x, routing, weights)
+    if not found or found["torch"] >= MARGIN * found[f"cpu-{isa.name}"]:
+        return None
+    return (
+        f"PyTorch's matmuls are predicted to take {1e3 * found['torch']:.2f} ms and it "
+        f"{1e3 * found[f'cpu-{isa.name}']:.2f}; forced by name, or with torch.use_deterministic_algorithms, it runs"
+    )
+
+
+def predictions(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str, float]:
+    """Seconds by implementation, of this set and of plain torch; empty where nothing is measured."""
+    work = costs.Work.of(routing, weights)
+    if not is_measured(x, weights) or not work.experts:
+        return {}
+    rate, found = costs.read_rate(), {}
+    for name, way in ((f"cpu-{isa.name}", bind), (costs.PLAIN, _bind_plain)):
+        first, second = (_costs(name, way, x, stored, weights) for stored in (weights.gate_up, weights.down))
+        found[name] = work.seconds(first, second, rate)
+    return found
+
+
+def is_measured(x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether what is measured decides: of experts large enough to be worth it, where bits may depend on the batch."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    return x.is_cpu and measured.measures() and weights.bytes_per_expert > tuning.SMALL_BYTES
+
+
+def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights: ExpertWeights) -> costs.Costs:
+    columns = costs.columns_of(stored.num_columns)
+    return costs.costs(way, bind, x.dtype, stored.format.name, weights.input_format, columns)
+
+
+def _bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
+    prepared = plain.prepare(x, routing, weights, "grouped")
+    assert not isinstance(prepared, str), prepared
+    return functools.partial(prepared.compute, x, routing, weights)

@@ -19,12 +19,6 @@ STRATEGIES = ("grouped", "blockwise", "selective", "all_experts")
 SELECTIVE_ALPHA = 4.0
 """Mean rows per expert up to which pairs are walked instead of sorted."""
 
-BFLOAT16_ROWS = 8
-"""Mean rows per expert from which PyTorch's bfloat16 matmuls on AMX or AVX-512 BF16 outrun float32 ones."""
-
-WIDE_COLUMNS, WIDE_ROWS = 8192, 48
-"""Columns and mean rows per expert beyond both of which PyTorch's float32 and bfloat16 matmuls outrun the engine."""
-
 SMALL_BYTES = 1 << 20
 """Expert matrices up to this size cost less to multiply than to call for one by one."""
 

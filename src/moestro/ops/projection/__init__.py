@@ -12,7 +12,8 @@ from moestro import settings
 from moestro.errors import invalid_input
 from moestro.formats import PackedTensor
 from moestro.ops import dispatch, native
-from moestro.ops.projection import cpu, plain, reference, tuning
+from moestro.ops.measured import measures
+from moestro.ops.projection import cpu, plain, reference
 from moestro.ops.tensors import call_key
 
 __all__ = ["projection"]
@@ -79,7 +80,7 @@ def _look(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None) -> disp
     if tensors is None:
         return None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    where = settings.current().implementation, deterministic, torch.get_num_threads(), tuning.measures()
+    where = settings.current().implementation, deterministic, torch.get_num_threads(), measures()
     return ("projection", where, form, memory[0].data_ptr(), tensors), memory
 
 

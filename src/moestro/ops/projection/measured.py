@@ -1,23 +1,15 @@
-"""Up to how many rows the engine outruns PyTorch's matmul: timed once on a machine, and kept in the user's cache."""
+"""Up to how many rows the engine outruns PyTorch's matmul: timed once on a machine."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import tempfile
-import threading
-import time
 from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moestro import machine, settings
+from moestro.ops import measured
 
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are tried."""
@@ -25,12 +17,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SIZE = 2048
 """Rows and columns of the matrix that is multiplied."""
 
-REPEATS = 3
-FILE = "rows.json"
-
 Multiply = Callable[[Tensor, Tensor], object]
-
-_ONE_AT_A_TIME = threading.Lock()
 
 
 @functools.cache
@@ -43,32 +30,8 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
         num_threads: of both.
         engine: multiplies rows [T, K] by a matrix [N, K] with this instruction set.
     """
-    name = f"{isa} {str(dtype).removeprefix('torch.')} {num_threads} threads"
-    with _ONE_AT_A_TIME:  # threads that measure at once would measure each other
-        kept = read()
-        if name not in kept:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                kept[name] = _search(dtype, engine)
-            _keep(kept)
-        return kept[name]
-
-
-def read() -> dict[str, int]:
-    """What was found on this machine before, by instruction set, dtype and threads."""
-    found = _read_all().get(_machine(), {})
-    return {name: rows for name, rows in found.items() if rows in (0, *STEPS)} if isinstance(found, dict) else {}
-
-
-def path() -> Path:
-    """Where it is kept; a RuntimeError for a user without a home."""
-    return settings.cache_folder() / FILE
-
-
-@functools.cache
-def _machine() -> str:
-    # Not all that `machine.describe` says, which starts CUDA where there is a GPU.
-    parts = machine.processor_name(), " ".join(machine.features()), f"{machine.cores()} cores"
-    return "; ".join((*parts, f"torch {torch.__version__}", f"moestro {metadata.version('moestro')}"))
+    name = f"cpu-{isa}: {str(dtype).removeprefix('torch.')} linear modules, {num_threads} threads, most rows"
+    return int(measured.kept(name, lambda: [_search(dtype, engine)], 1)[0])
 
 
 def _search(dtype: torch.dtype, engine: Multiply) -> int:
@@ -83,33 +46,5 @@ def _search(dtype: torch.dtype, engine: Multiply) -> int:
 
 
 def _is_ahead(one: Callable[[], object], other: Callable[[], object]) -> bool:
-    times: dict[Callable[[], object], list[float]] = {one: [], other: []}
-    for call in (one, other) * REPEATS:
-        start = time.perf_counter()
-        call()
-        times[call].append(time.perf_counter() - start)
-    return min(times[one]) <= min(times[other])
-
-
-def _read_all() -> dict[str, Any]:
-    try:
-        found = json.loads(path().read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _keep(found: dict[str, int]) -> None:
-    """Write it whole or not at all; where nothing can be written, the next process measures again."""
-    every = _read_all()
-    before = every.get(_machine())
-    every[_machine()] = (before if isinstance(before, dict) else {}) | found
-    try:
-        place = path()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as scratch:
-            written = Path(scratch) / FILE
-            written.write_text(json.dumps(every, indent=1), encoding="utf-8")
-            os.replace(written, place)
-    except (OSError, RuntimeError):
-        return
+    mine, others = measured.fastest((one, other), 0.0)
+    return mine <= others

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 from moestro import settings
+from moestro.ops.measured import measures
 from moestro.ops.native import Isa
 from moestro.ops.projection import measured
 
 TILED_ROWS, DOTTED_ROWS = 128, 4
 """With an instruction set that has a unit for tiles of bfloat16, and with any other: where nothing may be measured."""
-
-
-def measures() -> bool:
-    """Whether this process decides by itself; ranks of a job are to choose alike."""
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def slower(isa: Isa, num_rows: int, dtype: torch.dtype, engine: measured.Multiply) -> str | None:

@@ -1,0 +1,202 @@
+"""What each way to multiply experts costs on this machine, measured on a sample whose weights a cache holds, and the
+time of a call that follows from it.
+
+The sample is one expert with the columns of the layer's and few rows, so it takes milliseconds whatever the layer. A
+call is predicted to take the time of its products or that of reading its weights, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moestro import machine
+from moestro.formats import PackedTensor, WeightFormat, find_format
+from moestro.ops import measured
+from moestro.types import InputFormat, Routing
+from moestro.weights import ExpertWeights
+
+ROWS = (1, 2, 3, 6, 12, 24, 56, 104, 200)
+"""Rows of a sample's expert: few, and such as fill tiles of 16 to one half on average, as those of a batch do."""
+
+PLAIN_ROWS = (1, 24, 200)
+"""Likewise for plain torch, whose time is all but linear between them."""
+
+PLAIN = "torch"
+
+NEVER = 1 << 40
+"""As wide_rows: more rows than there are."""
+
+WEIGHTS = 1 << 19
+"""Of a sample, for each thread."""
+
+SECONDS = 0.0015
+"""That the calls of a sample with one number of rows take, unless three take longer."""
+
+MOST_COLUMNS = 8192
+LEAST_PROBE, MOST_PROBE = 64 << 20, 256 << 20
+"""Bytes of the buffer that is read: twice the largest cache within these."""
+
+Bind = Callable[[Tensor, Routing, ExpertWeights, int], Callable[[], object]]
+"""Of a sample and wide_rows, what computes it one way."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one way to multiply experts of one format and so many columns.
+
+    Attributes:
+        rows: that were tried.
+        call: seconds that every expert of a call takes beside its products.
+        narrow, wide: seconds for a weight with each number of rows, without wide kernels and with them; the same for a
+            way that has none.
+    """
+
+    rows: tuple[int, ...]
+    call: float
+    narrow: tuple[float, ...]
+    wide: tuple[float, ...]
+
+    @functools.cached_property
+    def wide_rows(self) -> int:
+        """Rows from which on wide kernels are taken: where all numbers of rows together take least."""
+
+        def total(first: int) -> float:
+            pairs = zip(self.rows, self.narrow, self.wide, strict=True)
+            return sum(math.log(wide if rows >= first else narrow) for rows, narrow, wide in pairs)
+
+        return min((NEVER, *reversed(self.rows)), key=total)
+
+    def at(self, rows: float) -> float:
+        """Seconds for a weight that meets so many rows."""
+        found = self.wide if rows >= self.wide_rows else self.narrow
+        points = list(zip(self.rows, found, strict=True))
+        for (few, low), (many, high) in pairwise(points):
+            if rows <= many:
+                return low + (high - low) * max(rows - few, 0) / (many - few)
+        return found[-1] * rows / self.rows[-1]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call computes, with ids that are spread evenly.
+
+    Attributes:
+        experts: that have rows.
+        rows: of each.
+        first, second: weights of gate_up and of down, of each.
+        nbytes: that are read.
+        cached: whether the layer fits into the last cache.
+    """
+
+    experts: float
+    rows: float
+    first: int
+    second: int
+    nbytes: float
+    cached: bool
+
+    @classmethod
+    def of(cls, routing: Routing, weights: ExpertWeights) -> Work:
+        pairs, all_experts = routing.expert_ids.numel(), max(weights.planned_experts, 1)
+        per_token = min(routing.top_k, all_experts) / all_experts
+        experts = all_experts * (1 - (1 - per_token) ** routing.num_tokens)
+        _, n, h = weights.gate_up.shape
+        size = weights.bytes_per_expert
+        return cls(
+            experts=experts,
+            rows=pairs / experts if experts else 0.0,
+            first=n * h,
+            second=h * weights.intermediate_size,
+            nbytes=experts * size,
+            cached=all_experts * size <= max(machine.cache_bytes().values(), default=0),
+        )
+
+    def seconds(self, first: Costs, second: Costs, bytes_per_second: float) -> float:
+        """Predicted, with the costs at the columns of gate_up and at those of down."""
+        products = self.experts * (self.first * first.at(self.rows) + self.second * second.at(self.rows))
+        reading = 0.0 if self.cached else self.nbytes / bytes_per_second
+        return self.experts * first.call + max(products, reading)
+
+
+def columns_of(size: int) -> int:
+    """Columns that a sample has in place of `size`: the next power of two."""
+    return min(max(1 << (size - 1).bit_length(), 256), MOST_COLUMNS)
+
+
+@functools.cache
+def costs(way: str, bind: Bind, dtype: torch.dtype, form: str, inputs: InputFormat, columns: int) -> Costs:
+    """Those of one way, an instruction set by its name or plain torch, measured where they are not known."""
+    threads = torch.get_num_threads()
+    rows, choices = (PLAIN_ROWS, (0,)) if way == PLAIN else (ROWS, (NEVER, 1))
+
+    def measure() -> list[float]:
+        stored = find_format(form)
+        weights, tiny = sample(stored, columns, inputs), sample(stored, 256, inputs, 128)
+        (call,) = _timed(bind, dtype, tiny, 1, choices[:1])
+        size = sum(math.prod(each.shape) for each in (weights.gate_up, weights.down))
+        times = [_timed(bind, dtype, weights, n, choices) for n in rows]
+        return [call, *(t / size for each in zip(*times, strict=True) for t in _rising(each, call))]
+
+    given = str(dtype).removeprefix("torch.") + ("" if inputs == "float" else f" as {inputs}")
+    name = f"{way}: {given} by {form}, {columns} columns, {threads} threads"
+    call, *found = measured.kept(name, measure, 1 + len(rows) * len(choices))
+    return Costs(rows, call, tuple(found[: len(rows)]), tuple(found[-len(rows) :]))
+
+
+def _rising(times: Sequence[float], call: float) -> list[float]:
+    """Without what a call takes; more rows cannot take less, so what does shows a disturbed measurement."""
+    return [max(min(times[i:]) - call, min(times[i:]) / 2) for i in range(len(times))]
+
+
+def read_rate() -> float:
+    """Bytes per second that all threads read of memory."""
+    return _read_rate(torch.get_num_threads())
+
+
+@functools.cache
+def _read_rate(threads: int) -> float:
+    def measure() -> list[float]:
+        cache = max(machine.cache_bytes().values(), default=0)
+        memory = torch.ones(min(max(2 * cache, LEAST_PROBE), MOST_PROBE) // 4, device="cpu")
+        (seconds,) = measured.fastest((memory.sum,), 4 * SECONDS)
+        return [memory.nbytes / seconds]
+
+    return measured.kept(f"{threads} threads read", measure, 1)[0]
+
+
+def sample(form: WeightFormat, columns: int, inputs: InputFormat, size: int = 0) -> ExpertWeights:
+    """One expert of so many columns, and as wide as makes `WEIGHTS` a thread; its numbers mean nothing."""
+    wanted = size or WEIGHTS * torch.get_num_threads() // (3 * columns)
+    inner = max(wanted // 128 * 128, 128)
+    gate_up, down = _filled(form, (1, 2 * inner, columns)), _filled(form, (1, columns, inner))
+    return ExpertWeights(gate_up, down, input_format=inputs)
+
+
+_CODES = {"zeros": {torch.uint8: 1}, "scales": {torch.uint8: 120, torch.float8_e8m0fnu: 120}}
+"""Bytes that stand for numbers of usual size, where 0x22 does not: it does as every kind of weight and as e4m3."""
+
+
+def _filled(form: WeightFormat, shape: Sequence[int]) -> PackedTensor:
+    tensors = {}
+    for name, (dtypes, size) in form.parts(shape).items():
+        dtype = dtypes[0]
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            tensors[name] = torch.full(size, 0.01, dtype=dtype, device="cpu")
+        else:
+            code = _CODES.get(name, {}).get(dtype, 0x22)
+            tensors[name] = torch.full(size, code, dtype=torch.uint8, device="cpu").view(dtype)
+    return PackedTensor(tensors.pop("data"), form, **tensors)
+
+
+def _timed(bind: Bind, dtype: torch.dtype, weights: ExpertWeights, rows: int, choices: Sequence[int]) -> list[float]:
+    x = torch.linspace(-1, 1, weights.hidden_size, device="cpu").to(dtype).repeat(rows, 1)
+    ids = torch.zeros(rows, 1, dtype=torch.int64, device="cpu")
+    routing = Routing(ids, torch.ones(rows, 1, device="cpu"))
+    return measured.fastest([bind(x, routing, weights, wide) for wide in choices], SECONDS)

@@ -1,0 +1,101 @@
+"""What was timed on this machine: once, when it is first needed, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moestro import machine, settings
+
+FILE = "measured.json"
+LEAST_ROUNDS = 3
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def measures() -> bool:
+    """Whether this process decides by what it measures; not with MOESTRO_MEASURE=0, and ranks are to choose alike."""
+    job = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return settings.MEASURES and not job
+
+
+def kept(name: str, measure: Callable[[], list[float]], length: int) -> list[float]:
+    """The `length` numbers of that name, as they were found on this machine before or are measured now."""
+    with _ONE_AT_A_TIME:  # threads that measure at once would measure each other
+        found = read()
+        if len(found.get(name, ())) != length:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                found[name] = measure()
+            _keep(found)
+        return found[name]
+
+
+def read() -> dict[str, list[float]]:
+    """What was found on this machine before, by name."""
+    found = _read_all().get(_machine(), {})
+    return {name: list(n) for name, n in found.items() if _is_numbers(n)} if isinstance(found, dict) else {}
+
+
+def path() -> Path:
+    """Where it is kept; a RuntimeError for a user without a home."""
+    return settings.cache_folder() / FILE
+
+
+def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """The least seconds of each call, the calls in turns for so long, and at least three times."""
+    best = [float("inf")] * len(calls)
+    start = time.perf_counter()
+    rounds = 0
+    while rounds < LEAST_ROUNDS or time.perf_counter() - start < seconds:
+        rounds += 1
+        for index, call in enumerate(calls):
+            begin = time.perf_counter()
+            call()
+            best[index] = min(best[index], time.perf_counter() - begin)
+    return best
+
+
+def _is_numbers(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(n, (int, float)) and n >= 0 for n in found)
+
+
+@functools.cache
+def _machine() -> str:
+    # Not all that `machine.describe` says, which starts CUDA where there is a GPU.
+    parts = machine.processor_name(), " ".join(machine.features()), f"{machine.cores()} cores"
+    masked = f"without {' '.join(settings.MASKED)}" if settings.MASKED else "whole"
+    return "; ".join((*parts, masked, f"torch {torch.__version__}", f"moestro {metadata.version('moestro')}"))
+
+
+def _read_all() -> dict[str, Any]:
+    try:
+        found = json.loads(path().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(found: dict[str, list[float]]) -> None:
+    """Write it whole or not at all; where nothing can be written, the next process measures again."""
+    every = _read_all()
+    before = every.get(_machine())
+    every[_machine()] = (before if isinstance(before, dict) else {}) | found
+    try:
+        place = path()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as scratch:
+            written = Path(scratch) / FILE
+            written.write_text(json.dumps(every, indent=1), encoding="utf-8")
+            os.replace(written, place)
+    except (OSError, RuntimeError):
+        return
