@@ -17,9 +17,12 @@ constexpr int kOnce = 8;             // rows of weights whose sums stay in regis
 constexpr int64_t kPieceBlocks = 8;  // of 32 columns, of which x stays in the first cache while all rows pass
 
 // Adds `blocks` blocks of 32 columns of kOnce rows to c[tile][row][token], whose tiles are `apart` floats apart.
+// A block of each row that is read later is fetched with every block, one after a few products: fetched at once they
+// would fill what waits for memory, and x would wait with them.
 template <int Tiles> MOESTRO_INLINE void add_block_products(const uint8_t* rows, int64_t stride, int64_t blocks,
                                                             const uint32_t* x, int width, int64_t step, float* c,
-                                                            int64_t apart) {
+                                                            int64_t apart, const uint8_t* next = nullptr,
+                                                            int64_t next_stride = 0) {
     const auto tokens = static_cast<__mmask16>((1 << width) - 1);
     __m512 sum[kOnce][Tiles];
 #pragma GCC unroll 8
@@ -31,6 +34,8 @@ template <int Tiles> MOESTRO_INLINE void add_block_products(const uint8_t* rows,
     for (int r = 0; r < kOnce; ++r) row[r] = rows + r * stride;
     const int64_t pairs = blocks * kTile;
     for (int64_t p = 0; p < pairs; ++p, x += width) {
+        if (next && p % 2 == 0)
+            _mm_prefetch(reinterpret_cast<const char*>(next + p % 16 / 2 * next_stride + p / 16 * 64), _MM_HINT_T1);
         __m512bh v[Tiles];
 #pragma GCC unroll 2
         for (int t = 0; t < Tiles; ++t) v[t] = (__m512bh)_mm512_maskz_loadu_epi32(tokens, x + t * step);
@@ -57,14 +62,9 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
         const uint32_t* piece = x + k * kTile * width;
         for (int r = 0; r < 2 * kTile; r += kOnce) {
             const int half = r / kTile, row = r % kTile;
-            if (s.next[0])
-                for (int i = 0; i < kOnce; ++i)
-                    for (int64_t b = 0; b < n; ++b)
-                        _mm_prefetch(reinterpret_cast<const char*>(s.next[half] + (row + i) * s.next_stride[half] +
-                                                                   (k + b) * 64),
-                                     _MM_HINT_T1);
+            const uint8_t* next = s.next[0] ? s.next[half] + row * s.next_stride[half] + k * 64 : nullptr;
             add_block_products<Tiles>(s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], n, piece, width,
-                                      step, c + r * kTile, kApart);
+                                      step, c + r * kTile, kApart, next, s.next_stride[half]);
         }
     }
     if (!s.has_last) return;

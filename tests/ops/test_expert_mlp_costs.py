@@ -101,7 +101,7 @@ def test_seconds_are_those_of_products_or_of_reading():
 
 @pytest.mark.parametrize("name", STORED)
 def test_a_sample_is_experts_of_the_format(name):
-    weights = costs.sample(FORMATS[name], 256, "float", 128)
+    weights = costs.sample(FORMATS[name], 256, "float", 1)
     routing = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     y = reference.expert_mlp(torch.linspace(-1, 1, 256).repeat(2, 1), routing, weights)
     assert weights.gate_up.format.name == name

@@ -50,8 +50,26 @@ def collect(measure: bool) -> dict[str, Any]:
         "implementations": _implementations("cuda" if gpus else "cpu"),
         "roof": roofs,
         "peaks": machine.peaks() if measure else None,
+        "costs": _costs(measure),
         "gpu_rates": [{**machine.bandwidths(d), **machine.matrix_rates(d)} for d in gpus] if measure else None,
     }
+
+
+def _costs(measure: bool) -> dict[str, list[float]]:
+    """What was measured on this machine to choose implementations by, that of two common formats now if asked."""
+    import torch
+
+    from moestro import Routing, formats, settings
+    from moestro.ops import measured
+    from moestro.ops.expert_mlp import costs, cpu
+
+    if measure and settings.MEASURES:
+        routing = Routing(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+        for name in ("bfloat16", "mxfp4"):
+            with torch.no_grad():
+                weights = costs.sample(formats.find_format(name), costs.COMMON_COLUMNS, "float")
+                cpu.predictions(torch.zeros(1, costs.COMMON_COLUMNS, dtype=torch.bfloat16), routing, weights)
+    return measured.read()
 
 
 def _version(package: str) -> str | None:
@@ -110,6 +128,12 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
         rows[f"implementations of {operation}, first to last"] = [
             (entry["name"], entry["reason"] or "ready") for entry in entries
         ]
+    rows["measured, to choose implementations by"] = [
+        (name, f"{len(numbers)} numbers, {1e12 * min(numbers[1:]):,.0f} ps a weight at the least")
+        if len(numbers) > 1
+        else (name, f"{numbers[0]:,.0f}")
+        for name, numbers in found["costs"].items()
+    ] or [("nothing yet", "a layer measures what it needs when it first runs, and so does --measure")]
     if found["roof"] is None:
         return rows | {"roof": [("not measured", "moestro info --measure")]}
     roofs = [

@@ -22,7 +22,7 @@ from moestro.ops import measured
 from moestro.types import InputFormat, Routing
 from moestro.weights import ExpertWeights
 
-ROWS = (1, 2, 3, 6, 12, 24, 56, 104, 200)
+ROWS = (1, 2, 3, 6, 12, 24, 56, 104)
 """Rows of a sample's expert: few, and such as fill tiles of 16 to one half on average, as those of a batch do."""
 
 PLAIN_ROWS = (1, 24, 200)
@@ -39,7 +39,13 @@ WEIGHTS = 1 << 19
 SECONDS = 0.0015
 """That the calls of a sample with one number of rows take, unless three take longer."""
 
+BLOCK = 512
+"""Columns that kernels of integers take at once: fewer cost as much."""
+
 MOST_COLUMNS = 8192
+COMMON_COLUMNS = 2048
+"""Of a sample that stands for no layer, as `moestro info --measure` takes it."""
+
 LEAST_PROBE, MOST_PROBE = 64 << 20, 256 << 20
 """Bytes of the buffer that is read: twice the largest cache within these."""
 
@@ -138,7 +144,7 @@ def costs(way: str, bind: Bind, dtype: torch.dtype, form: str, inputs: InputForm
 
     def measure() -> list[float]:
         stored = find_format(form)
-        weights, tiny = sample(stored, columns, inputs), sample(stored, 256, inputs, 128)
+        weights, tiny = sample(stored, columns, inputs), sample(stored, 256, inputs, 1)
         (call,) = _timed(bind, dtype, tiny, 1, choices[:1])
         size = sum(math.prod(each.shape) for each in (weights.gate_up, weights.down))
         times = [_timed(bind, dtype, weights, n, choices) for n in rows]
@@ -174,7 +180,7 @@ def _read_rate(threads: int) -> float:
 def sample(form: WeightFormat, columns: int, inputs: InputFormat, size: int = 0) -> ExpertWeights:
     """One expert of so many columns, and as wide as makes `WEIGHTS` a thread; its numbers mean nothing."""
     wanted = size or WEIGHTS * torch.get_num_threads() // (3 * columns)
-    inner = max(wanted // 128 * 128, 128)
+    inner = max(wanted // BLOCK * BLOCK, BLOCK)
     gate_up, down = _filled(form, (1, 2 * inner, columns)), _filled(form, (1, columns, inner))
     return ExpertWeights(gate_up, down, input_format=inputs)
 
