@@ -20,7 +20,11 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING,
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
 
 from moestro.errors import unsupported
 from moestro.hf.serving import adapter_of, routes
@@ -58,7 +62,7 @@ class Tiny:
 
 def architectures() -> list[str]:
     """Folders of registered architectures whose modeling source defines routed experts, in alphabetical order."""
-    folders = {name for name, _ in _registered()}
+    folders = {model_type_to_module_name(model_type) for model_type in CONFIG_MAPPING_NAMES}
     return sorted(folder for folder in folders if _defines_experts(folder))
 
 
@@ -169,10 +173,9 @@ def _spread(model: nn.Module, name: str, parameter: Tensor) -> float:
     return math.sqrt(1 / fan_in)
 
 
-def _registered() -> Iterator[tuple[str, type[PreTrainedConfig]]]:
-    for model_type in CONFIG_MAPPING_NAMES:
-        config_class = CONFIG_MAPPING[model_type]
-        yield config_class.__module__.split(".")[-2], config_class
+def _configurations(folder: str) -> set[type[PreTrainedConfig]]:
+    """Those of one folder: reading an entry of the mapping imports it, and there are hundreds."""
+    return {CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == folder}
 
 
 def _source(folder: str) -> Path:
@@ -186,7 +189,7 @@ def _defines_experts(folder: str) -> bool:
 
 def _candidates(architecture: str) -> Iterator[tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
     """The models the architecture's file defines for its registered configurations, language models first."""
-    configs = {c for folder, c in _registered() if folder == architecture}
+    configs = _configurations(architecture)
     module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
     own = [
         model_class
