@@ -43,11 +43,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("moestro")
 
 
+# Of kinds of devices that are not there torch.manual_seed notes a formatted stack at every call.
+seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    seed_torch(0)
 
 
 @pytest.fixture(autouse=True)
