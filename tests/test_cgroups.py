@@ -116,4 +116,4 @@ def test_mount_points_with_spaces(tree) -> None:
 def test_mapped_pages_are_bounded_by_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "memory_bytes", lambda: 1 << 30)
     page = os.sysconf("SC_PAGE_SIZE")
-    assert residency.Residency(None)._limit == (1 << 29) // page  # type: ignore[arg-type]
+    assert residency.Residency(None)._limit == 3 * (1 << 28) // page  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from checkpoint.files import described, every_dtype, index, packed, parts, refusal, resident, same_bits, written
-from moestro.checkpoint import Checkpoint, header, open_checkpoint
+from moestro.checkpoint import Checkpoint, header, open_checkpoint, read
 from moestro.checkpoint.header import MAX_HEADER_BYTES
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
 
@@ -101,7 +102,7 @@ def test_no_tensors(tmp_path: Path) -> None:
 
 def test_an_unknown_name(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(written(tmp_path, {ONE: packed(NUMBERS, F)}))
-    for ask in (checkpoint.entry, checkpoint.tensor, checkpoint.release):
+    for ask in (checkpoint.entry, checkpoint.tensor, checkpoint.release, lambda name: [*checkpoint.fetch(name)]):
         with pytest.raises(InvalidInputError) as caught:
             ask("y")
         assert "'y'" in parts(caught.value)["got"]
@@ -395,6 +396,23 @@ def test_released_pages_leave_memory(tmp_path: Path) -> None:
     checkpoint.release("x")
     assert resident() - before < nbytes // 8
     assert tensor.sum().item() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps pages ahead of their use")
+def test_fetched_pages_are_there_before_they_are_read(tmp_path: Path) -> None:
+    nbytes = 2**27
+    checkpoint = open_checkpoint(sparse(tmp_path / ONE, nbytes))
+    before = resident()
+    pieces = list(checkpoint.fetch("x"))
+    if not pieces:
+        pytest.skip("this system cannot, before Linux 5.14")
+    assert nbytes <= sum(pieces) < nbytes + 2**16
+    assert resident() - before > nbytes // 2
+
+
+def test_nothing_is_fetched_where_the_system_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "_POPULATE_READ", 12345)
+    assert list(open_checkpoint(sparse(tmp_path / ONE, 2**20)).fetch("x")) == []
 
 
 def test_release_leaves_the_neighbours_alone(tmp_path: Path) -> None:

@@ -49,6 +49,34 @@ def test_the_layer_that_ran_gives_back_before_the_next(model, released, monkeypa
 
 
 @pytest.mark.skipif(not residency._is_measurable(), reason="the system does not say what a process takes up")
+def test_what_fits_is_fetched_when_it_is_loaded(made, monkeypatch):
+    fetched, threads = [], []
+    fetch, start = Checkpoint.fetch, residency.Residency.fetch
+    monkeypatch.setattr(Checkpoint, "fetch", lambda self, name: fetched.append(name) or fetch(self, name))
+    monkeypatch.setattr(residency.Residency, "fetch", lambda *a: threads.append(start(*a)) or threads[-1])
+    model = moestro.load(made.folder("gpt-oss-20b"))
+    threads.pop().join()
+    assert fetched == [name for store in stores(model) for name in store.tensors]
+    monkeypatch.setattr(residency, "_resident_pages", lambda: 1 << 60)
+    moestro.load(made.folder("gpt-oss-20b"))
+    assert threads == [None]
+
+
+def test_what_is_quantised_while_it_is_read_is_not_fetched(made, monkeypatch):
+    monkeypatch.setattr(residency.Residency, "fetch", lambda self, names: wanted.extend(names))
+    wanted = []
+    moestro.load(made.folder("gpt-oss-20b"), format="int8")
+    assert wanted == []
+
+
+def test_a_model_that_has_gone_is_not_fetched():
+    class Gone:
+        pass
+
+    residency._fetch(residency.weakref.ref(Gone()), ["x"])
+
+
+@pytest.mark.skipif(not residency._is_measurable(), reason="the system does not say what a process takes up")
 def test_pages_are_given_back(model, monkeypatch):
     logits(model)
     before = residency._resident_pages()

@@ -33,6 +33,9 @@ from moestro.errors import InvalidInputError, invalid_input
 # Without a reservation, a private mapping may be larger than the memory (Linux refuses it otherwise). Python names the
 # flag from 3.13 on; the number is that of Linux on x86 and ARM.
 _IS_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux, which Python's mmap does not name."""
+_PIECE = 16 << 20
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _IS_KNOWN else 0)
 
 
@@ -131,6 +134,25 @@ class Checkpoint:
         nbytes = entry.stop // mmap.PAGESIZE * mmap.PAGESIZE - start
         if nbytes > 0:
             self._mapping(entry).madvise(mmap.MADV_DONTNEED, start, nbytes)
+
+    def fetch(self, name: str) -> Iterator[int]:
+        """Have a tensor's pages mapped into this process before it is read, piece by piece; yields the bytes of each.
+
+        What the system does not have in its cache is read from the file. Nothing is fetched where the system cannot
+        (before Linux 5.14, or elsewhere).
+
+        Raises:
+            InvalidInputError: as for `tensor`.
+        """
+        entry = self.entry(name)
+        start, mapping = entry.start // mmap.PAGESIZE * mmap.PAGESIZE, self._mapping(entry)
+        for at in range(start, entry.stop, _PIECE):
+            nbytes = min(_PIECE, entry.stop - at)
+            try:
+                mapping.madvise(_POPULATE_READ, at, nbytes)
+            except OSError:
+                return
+            yield nbytes
 
     def _mapping(self, entry: Entry) -> mmap.mmap:
         mapping = self._files[entry.file].mapping

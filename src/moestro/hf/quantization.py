@@ -130,6 +130,7 @@ class MoestroQuantizer(HfQuantizer):
             cut_as_planned(model, recipe.target)
         bar = tqdm(self._layers, desc="Quantizing experts", disable=self.quantization_config.changes_nothing or None)
         residency, first, memory = Residency(self._checkpoint), True, self._memory(model)
+        stores: list[ExpertStore] = []
         for number, (layer, stored) in enumerate(bar):
             holder = model.get_submodule(stored.path)
             store = self._store(stored, holder)
@@ -138,10 +139,13 @@ class MoestroQuantizer(HfQuantizer):
                 store.keep_within(memory.layers[number])
             store.set_input_format(self.quantization_config.input_format, "load")
             device = _device_of(model, layer)
-            holder.add_module(STORE, store if device.type == "cpu" else store.to(device))
+            stores.append(store if device.type == "cpu" else store.to(device))
+            holder.add_module(STORE, stores[-1])
             replace_forward(layer, self._strategy(layer, stored))
         if memory is not None:
             keep_here(model)
+        elif self._sharding is None:
+            residency.fetch(name for store in stores if store.mapped for name in store.tensors)
         check_whole(model, self.quantization_config.projections, "load")  # of what is cut only after it was read
         serve_projections(model, self.quantization_config.projections)
         serve_attention(model)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from torch import Tensor
 
 from moestro.checkpoint import Checkpoint
+from moestro.errors import MoestroError
 from moestro.machine import memory_bytes
 
-SHARE = 0.5
+SHARE = 0.75
 """Of the memory this process may hold: while it takes up more, layers give their mapped pages back after their use."""
 
 _STATM = "/proc/self/statm"
@@ -29,6 +33,19 @@ class Residency:
         self._limit = int(SHARE * memory_bytes() / os.sysconf("SC_PAGE_SIZE")) if _is_measurable() else None
         self._last: Mapping[str, Tensor] = {}
 
+    def fetch(self, names: Iterable[str]) -> threading.Thread | None:
+        """Have the pages of these tensors mapped by a thread, so that the first tokens do not wait for each of them.
+
+        Nothing happens, and None is returned, where they and what the process holds come to more than its share.
+        """
+        names = list(names)
+        pages = sum(self._checkpoint.entry(name).nbytes for name in names) // os.sysconf("SC_PAGE_SIZE")
+        if self._limit is None or _resident_pages() + pages > self._limit:
+            return None
+        thread = threading.Thread(target=_fetch, args=(weakref.ref(self._checkpoint), names), daemon=True)
+        thread.start()
+        return thread
+
     def turn_to(self, tensors: Mapping[str, Tensor]) -> None:
         """Tell that a layer's tensors are used next."""
         last, self._last = self._last, tensors
@@ -37,6 +54,15 @@ class Residency:
         for name, tensor in last.items():
             if tensor._version == 0:  # what was written to a mapped tensor is in its pages only
                 self._checkpoint.release(name)
+
+
+def _fetch(held: weakref.ref[Checkpoint], names: Iterable[str]) -> None:
+    with suppress(MoestroError):  # whoever needs a file that has changed is told so
+        for name in names:
+            checkpoint = held()
+            for _ in () if checkpoint is None else checkpoint.fetch(name):
+                pass
+            del checkpoint  # so that a model that has gone takes its files along
 
 
 def _is_measurable() -> bool:
