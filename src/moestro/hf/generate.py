@@ -126,6 +126,7 @@ def generate(
     prompt: Prompt,
     sampling: Sampling | None = None,
     on_text: Callable[[str], object] | None = None,
+    on_time: Callable[[float], object] | None = None,
 ) -> Generation:
     """Continue a prompt, or answer it.
 
@@ -134,6 +135,7 @@ def generate(
         prompt: not empty.
         sampling: how tokens are picked; the model's own way if None.
         on_text: called with each piece of new text as soon as it is certain; the pieces together are the text.
+        on_time: called with time.perf_counter() where the prompt's pass begins and at each new token, on the spot.
 
     A model whose experts are cut over ranks is called on all of them, with the same prompt and sampling: they compare
     both, and take the tokens that rank 0's logits and random numbers give.
@@ -149,7 +151,8 @@ def generate(
     processors = _agree(text_model, inputs["input_ids"], sampling)
     prompt_ran: dict[Ran, None] = {}
     new_ran: dict[Ran, None] = {}
-    streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None), sampling.stop)
+    on_time = on_time or (lambda now: None)
+    streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None), sampling.stop, on_time)
     stopping = StoppingCriteriaList([_AtStopString(streamer, prompt_tokens)] if sampling.stop else [])
 
     def tell(prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
@@ -163,6 +166,7 @@ def generate(
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         start = time.perf_counter()
+        on_time(start)
         ids = text_model.model.generate(
             **inputs,
             generation_config=config,
@@ -223,8 +227,15 @@ class Streamer(BaseStreamer):
     `text` is all text so far, `times` have time.perf_counter() at each new token.
     """
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], object], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        on_text: Callable[[str], object],
+        stops: Sequence[str] = (),
+        on_time: Callable[[float], object] = lambda now: None,
+    ) -> None:
         self.times: list[float] = []
+        self._on_time = on_time
         self._on_text = on_text
         self._make = lambda prompt_ids: TextStream(tokenizer, prompt_ids, stops)
         self._stream: TextStream | None = None
@@ -246,6 +257,7 @@ class Streamer(BaseStreamer):
             self._stream = self._make(ids)
             return
         self.times.append(time.perf_counter())
+        self._on_time(self.times[-1])
         if self._read < len(self.times):
             self._take(ids)
 

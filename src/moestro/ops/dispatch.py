@@ -145,7 +145,8 @@ _OPERATIONS: dict[str, Operation] = {}
 _KEPT: OrderedDict[Hashable, _Kept] = OrderedDict()
 
 Observer = Callable[[Prepared, tuple[Any, ...], Any], object]
-_Observers = tuple[tuple[Operation, Observer], ...]
+Before = Callable[[], object]
+_Observers = tuple[tuple[Operation, Observer, Before | None], ...]
 _OBSERVERS: contextvars.ContextVar[_Observers] = contextvars.ContextVar("observers", default=())
 
 
@@ -170,9 +171,11 @@ def run(operation: Operation, *arguments: Any) -> Any:
 def call(operation: Operation, *arguments: Any) -> Any:
     """Compute by the prepared call, and tell observers; errors as of `prepare`."""
     prepared = prepare(operation, *arguments)
+    if not _OBSERVERS.get():
+        return prepared.compute(*arguments)
+    _announce(operation)
     result = prepared.compute(*arguments)
-    if _OBSERVERS.get():
-        tell(operation, prepared, arguments, result)
+    tell(operation, prepared, arguments, result)
     return result
 
 
@@ -262,16 +265,24 @@ def candidates(operation: Operation, *arguments: Any) -> dict[str, Prepared | st
 
 
 @contextmanager
-def observed(operation: Operation, observer: Observer) -> Iterator[None]:
+def observed(operation: Operation, observer: Observer, before: Before | None = None) -> Iterator[None]:
     """Inside, tell the observer of every call of an operation in this context: prepared call, arguments and result.
 
-    Calls that the observer makes itself are not told of. Threads started inside have a context of their own.
+    Calls that the observer makes itself are not told of. Threads started inside have a context of their own. `before`
+    is called where a call that `call` computes begins; one that fails is never told of.
     """
-    token = _OBSERVERS.set((*_OBSERVERS.get(), (operation, observer)))
+    token = _OBSERVERS.set((*_OBSERVERS.get(), (operation, observer, before)))
     try:
         yield
     finally:
         _OBSERVERS.reset(token)
+
+
+def _announce(operation: Operation) -> None:
+    """Tell observers that want to know that a call begins."""
+    for observed_operation, _, before in _OBSERVERS.get():
+        if before is not None and observed_operation is operation:
+            before()
 
 
 def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
@@ -279,7 +290,7 @@ def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], r
     observers = _OBSERVERS.get()
     token = _OBSERVERS.set(())
     try:
-        for observed_operation, observer in observers:
+        for observed_operation, observer, _ in observers:
             if observed_operation is operation:
                 observer(prepared, arguments, result)
     finally:

@@ -43,7 +43,7 @@ def switch_balance_loss(scores: Tensor, routing: Routing, num_sequences: int = 1
             needs="a number of sequences that divides the tokens",
             fix="Leave it out to balance the whole batch.",
         )
-    used = _selected(routing, num_experts).view(num_sequences, -1, num_experts)
+    used = selected(routing, num_experts).view(num_sequences, -1, num_experts)
     shares = used.to(scores.dtype).sum(1), scores.view(num_sequences, -1, num_experts).sum(1)
     share, mean = (total / max(tokens // num_sequences, 1) for total in shares)
     return num_experts * (share * mean).sum(-1).mean()
@@ -154,8 +154,8 @@ def _inside(routing: Routing, num_experts: int) -> Tensor:
     return torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).long()
 
 
-def _selected(routing: Routing, num_experts: int) -> Tensor:
-    """Bool [T, E]: which experts each token uses."""
+def selected(routing: Routing, num_experts: int) -> Tensor:
+    """Bool [T, E]: which experts each token uses; empty slots use none."""
     ids = _inside(routing, num_experts)
     found = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device)
     return found.scatter(1, ids, True)[:, :num_experts]
