@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from textwrap import wrap
 from typing import Any
 
 from moestro.profiling.loads import LayerLoad
@@ -88,11 +89,12 @@ def _many(count: int, noun: str) -> str:
 
 
 def text(report: ProfileReport) -> str:
-    """The whole report for a terminal, at most 80 columns wide but for the names in it."""
+    """The whole report for a terminal, at most 80 columns wide but for the model's name."""
     lines = [*headline(report), "", *_stage_lines(report)]
     if report.layers:
-        lines += ["", *_layer_lines(report), "", *_named_lines(report)]
-    return "\n".join([*lines, *_memory_lines(report), *_wire_lines(report), *report.notes])
+        lines += ["", *_layer_lines(report), ""]
+    sentences = [*_named_lines(report), *_memory_lines(report), *_wire_lines(report), *report.notes]
+    return "\n".join([*lines, *(line for each in sentences for line in wrap(each, WIDTH, subsequent_indent="  "))])
 
 
 def _stage_lines(report: ProfileReport) -> Iterator[str]:
@@ -132,6 +134,8 @@ def _binned(layer: LayerLoad, bins: int) -> list[float]:
 
 def _named_lines(report: ProfileReport) -> Iterator[str]:
     """The least used experts of all layers, and the pairs that go together most often."""
+    if not report.layers:
+        return
     unused = sum(layer.unused for layer in report.layers)
     experts = sum(layer.num_experts for layer in report.layers)
     yield f"experts without a row: {unused} of {experts}"

@@ -1,0 +1,39 @@
+"""What ranks do in the tests of profiles of layers that are cut over them."""
+
+from __future__ import annotations
+
+import torch
+
+import moestro
+from parallel.cases import build, cut, place_of
+
+
+@torch.no_grad()
+def profiled(case):
+    """Whether outputs stay, this rank's loads beside those of its routing, stages with time, bytes told and counted."""
+    torch.use_deterministic_algorithms(True)  # tests of whole models leave it off
+    whole, batches, routings = build(case)
+    mesh, layer = cut(case, whole)
+    number, _ = place_of(case, mesh)
+    layer.router.routing = routings[number]
+    dispatcher, before = layer.dispatcher, layer(batches[number])
+    with moestro.profile(layer) as p:
+        inside = layer(batches[number])
+    report = p.report
+    ids = routings[number].expert_ids
+    loads = tuple(int((ids == e).sum()) for e in range(case.num_experts))
+    found = tuple(load.loads for load in report.layers)
+    spent = [stage for stage, seconds in report.phases["forward"].seconds.items() if seconds > 0]
+    peers = _place(dispatcher).peers
+    with moestro.profile(layer) as p:
+        start = sum(each.total() for each in peers.sent.values())
+        layer(batches[number])
+        sent = sum(each.total() for each in peers.sent.values()) - start
+    same = torch.equal(before, inside) and layer.dispatcher == dispatcher
+    return same, found == (loads,), spent, sum(p.report.wire_bytes.values()) == sent
+
+
+def _place(dispatcher):
+    while not hasattr(dispatcher, "place"):
+        dispatcher = dispatcher.inner
+    return dispatcher.place
