@@ -17,6 +17,10 @@ MOST_SPANS = 200_000
 """That are kept for a trace; sums go on."""
 
 
+MOST_MARKS = 2**16
+"""That wait to be added up."""
+
+
 class Clock(Protocol):
     """Takes marks, and says what lies between them."""
 
@@ -100,19 +104,21 @@ class Phase:
 
 
 class Marks:
-    """Marks of one pass after the other. A pass is timed when it ends, so that a mark costs as little as it can."""
+    """Marks of one pass after the other. They are added up some time later, so that one costs as little as it can."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.phases: dict[str, Phase] = {}
-        self.spans: list[Span] = []
-        self.dropped_spans = 0
         self.tokens = 0
+        self._phases: dict[str, Phase] = {}
+        self._spans: list[tuple[int, float, float, str]] = []
+        self._dropped_spans = 0
         self._places: list[Place] = []
-        self._codes: list[int] = []
-        self._open: list[tuple[int, float]] = []
-        self._origin = 0.0
         self._marks: list[Any] = [clock.now()]
+        self._codes: list[int | tuple[str | None, int]] = []
+        self._open: list[tuple[int, float]] = []
+        self._ended: list[tuple[int, float, float]] = []
+        self._spent = dict.fromkeys(STAGES, 0.0)
+        self._origin = 0.0
 
     def start(self) -> None:
         """From now on; what was before does not count."""
@@ -135,36 +141,63 @@ class Marks:
 
     def end_pass(self, phase: str | None, at: Any = None) -> None:
         """Add all since the last pass to a phase; to none if it is None. `at` is a mark of the clock, else now."""
-        end = self.clock.now() if at is None else at
-        at_seconds = [self._origin + s for s in self.clock.seconds([*self._marks, end])]
-        kept = None if phase is None else self.phases.setdefault(phase, Phase())
-        for before, after, code in zip(at_seconds, at_seconds[1:], [*self._codes, None], strict=False):
-            if kept is not None:
-                kept.seconds[self._stage] += after - before
-            if code is not None:
-                self._step(code, after, phase)
-        if kept is not None:
-            kept.passes += 1
-            kept.tokens += self.tokens
+        self._marks.append(self.clock.now() if at is None else at)
+        self._codes.append((phase, self.tokens))
         self.tokens = 0
-        self._origin = at_seconds[-1]
-        self._marks, self._codes = [end], []
+        if len(self._codes) > MOST_MARKS:
+            self._add_up()
 
     @property
-    def _stage(self) -> str:
-        return self._places[self._open[-1][0]].stage if self._open else "outside"
+    def phases(self) -> dict[str, Phase]:
+        """What passes took, those that have ended."""
+        self._add_up()
+        return self._phases
 
-    def _step(self, code: int, at: float, phase: str | None) -> None:
-        if code >= 0:
-            self._open.append((code, at))
+    @property
+    def spans(self) -> list[Span]:
+        """Of all places in passes that have ended, the first `MOST_SPANS`."""
+        self._add_up()
+        return [Span(self._places[code], begin, end, phase) for code, begin, end, phase in self._spans]
+
+    @property
+    def dropped_spans(self) -> int:
+        """Those that came later."""
+        self._add_up()
+        return self._dropped_spans
+
+    def _add_up(self) -> None:
+        """Give each second between two marks to the place that was innermost."""
+        if not self._codes:
             return
-        if ~code not in (open_code for open_code, _ in self._open):
-            return  # it began before anybody looked
+        seconds = [self._origin + passed for passed in self.clock.seconds(self._marks)]
+        for (before, after), code in zip(pairwise(seconds), self._codes, strict=True):
+            stage = self._places[self._open[-1][0]].stage if self._open else "outside"
+            self._spent[stage] += after - before
+            if isinstance(code, tuple):
+                self._end(*code)
+            elif code >= 0:
+                self._open.append((code, after))
+            elif any(~code == each for each, _ in self._open):  # else it began before anybody looked
+                self._close(~code, after)
+        self._origin = seconds[-1]
+        self._marks, self._codes = [self._marks[-1]], []
+
+    def _close(self, code: int, at: float) -> None:
         while True:
             last, begin = self._open.pop()
-            if phase is not None and len(self.spans) < MOST_SPANS:
-                self.spans.append(Span(self._places[last], begin, at, phase))
-            elif phase is not None:
-                self.dropped_spans += 1
-            if last == ~code:
+            self._ended.append((last, begin, at))
+            if last == code:
                 return
+
+    def _end(self, phase: str | None, tokens: int) -> None:
+        if phase is not None:
+            kept = self._phases.setdefault(phase, Phase())
+            kept.passes += 1
+            kept.tokens += tokens
+            for stage, spent in self._spent.items():
+                kept.seconds[stage] += spent
+            room = max(MOST_SPANS - len(self._spans), 0)
+            self._spans += [(*span, phase) for span in self._ended[:room]]
+            self._dropped_spans += len(self._ended[room:])
+        self._spent = dict.fromkeys(STAGES, 0.0)
+        self._ended = []

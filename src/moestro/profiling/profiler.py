@@ -118,19 +118,20 @@ class Profiler:
     def _hook(self, stack: ExitStack, part: Part) -> None:
         code, marks, me = self.marks.place(part.stage, part.name), self.marks, self._thread
         running = {"experts": self._layer, "router": self._routing}.get(part.stage)
+        is_router, layer = part.stage == "router", part.layer
 
         def enter(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             if threading.get_ident() == me:
                 marks.enter(code)
-                if running is not None and part.layer is not None:
-                    running.append(part.layer)
+                if running is not None and layer is not None:
+                    running.append(layer)
 
         def leave(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
             if threading.get_ident() == me:
                 if running:
                     running.pop()
-                if part.stage == "router" and part.layer is not None:
-                    self._take_logits(part.layer, result)
+                if is_router and layer is not None:
+                    self._take_logits(layer, result)
                 marks.leave(code)
 
         _until(stack, part.module.register_forward_pre_hook(enter, prepend=True))
