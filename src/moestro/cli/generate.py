@@ -83,7 +83,7 @@ def generate(
         place, prints = place_of(device, ep, tp, batch)
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
             budget = memory_budget("generate", memory, prefetch, device_memory)
-            how = _how(format, input_format=input_format, projections=projections, memory=budget)
+            how = make_config(format, input_format=input_format, projections=projections, memory=budget)
             text_model = load_text_model(model, dtype, place, strategy, partial(check_requests, requests), how)
             for request in requests:
                 library.check(text_model, *request)
@@ -91,7 +91,8 @@ def generate(
             _run(out, batch, trace, prints)
 
 
-def _how(format: str | None, **options: Any) -> MoestroConfig:
+def make_config(format: str | None, **options: Any) -> MoestroConfig:
+    """How a model is loaded, of options as they were given."""
     from moestro.hf import MoestroConfig
 
     return MoestroConfig(format, **options)

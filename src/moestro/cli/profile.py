@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moestro.cli import options
-from moestro.cli.generate import check_requests, make_requests, place_of
+from moestro.cli.generate import check_requests, make_config, make_requests, place_of
 from moestro.cli.progress import EVERY, bar
 from moestro.cli.prompts import read_prompts
 from moestro.cli.refusal import check_targets, refusals
@@ -57,7 +57,6 @@ def profile(
     """
     with refusals():
         check_targets("profile", plot, chrome_trace)
-        from moestro.hf import MoestroConfig
         from moestro.hf import generate as library
         from moestro.hf.text_model import load_text_model, quiet_transformers
 
@@ -67,7 +66,7 @@ def profile(
         place, prints = place_of(device, ep, tp, 1)
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
             budget = memory_budget("profile", memory, prefetch, device_memory)
-            how = MoestroConfig(format, input_format=input_format, projections=projections, memory=budget)
+            how = make_config(format, input_format=input_format, projections=projections, memory=budget)
             text_model = load_text_model(model, dtype, place, strategy, partial(check_requests, requests), how)
             for request in requests:
                 library.check(text_model, *request)

@@ -63,7 +63,14 @@ def _stages(axis: Any, report: ProfileReport) -> None:
         axis.barh(range(len(names)), width, left=begin, color=COLOURS[stage], label=stage, height=0.6)
         for row, (share, spent) in enumerate(zip(width, milliseconds, strict=True)):
             if share >= 7:
-                axis.text(begin[row] + share / 2, row, f"{spent:.3g} ms", ha="center", va="center", color="white")
+                axis.text(
+                    begin[row] + share / 2,
+                    row,
+                    f"{spent:,.0f} ms" if spent >= 100 else f"{spent:.3g} ms",
+                    ha="center",
+                    va="center",
+                    color="white",
+                )
         begin += width
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
