@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 import moestro
+from moestro.parallel import count_loads
+from moestro.parallel.mesh import make_mesh
 from parallel.cases import build, cut, place_of
+from parallel.models import answer, quiet
 
 
 @torch.no_grad()
@@ -31,6 +35,22 @@ def profiled(case):
         sent = sum(each.total() for each in peers.sent.values()) - start
     same = torch.equal(before, inside) and layer.dispatcher == dispatcher
     return same, found == (loads,), spent, sum(p.report.wire_bytes.values()) == sent
+
+
+@torch.no_grad()
+def of_a_model(folder, ep, tp):
+    """Whether logits stay, and whether loads are those that `count_loads` counts; the stages with time."""
+    quiet()
+    mesh = make_mesh(dist.get_world_size() // (ep * tp), ep, tp)
+    model = moestro.load(folder, dtype="float32", device=mesh)
+    with count_loads(model) as loads:
+        before = answer(model)
+    with moestro.profile(model) as p:
+        inside = answer(model)
+    report = p.report
+    counted = {name: tuple(each.tolist()) for name, each in loads.counts.items()}
+    spent = [stage for stage, seconds in report.phases["prompt"].seconds.items() if seconds > 0]
+    return torch.equal(before[0], inside[0]), {load.name: load.loads for load in report.layers} == counted, spent
 
 
 def _place(dispatcher):

@@ -16,3 +16,15 @@ def test_loads_stages_and_bytes(group, dispatcher):
         assert exact
         assert {"grouping", "experts", "combine"} <= set(spent)
         assert counted
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["ep", "tp"])
+def test_loaded_models(group, tmp_path, sizes):
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    from hf.checkpoints import Checkpoints
+
+    folder = Checkpoints(tmp_path).folder("gpt-oss-20b")
+    for same, exact, spent in group(2).run(profiled.of_a_model, folder, *sizes):
+        assert same
+        assert exact
+        assert {"router", "grouping", "experts", "combine", "attention"} <= set(spent)

@@ -287,8 +287,9 @@ def test_nothing_ran(tmp_path: Path) -> None:
         (lambda: nn.Linear(2, 2), UnsupportedError),
         (lambda: built("qwen3_moe"), UnsupportedError),
         (lambda: torch.compile(Block(ffn())), UnsupportedError),
+        (lambda: Block(torch.compile(ffn())), UnsupportedError),
     ],
-    ids=["no module", "dense", "not served", "compiled"],
+    ids=["no module", "dense", "not served", "compiled", "compiled inside"],
 )
 def test_what_is_refused(make: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"\[profile\] got .+; needs .+\. .+\."), moestro.profile(make()):  # type: ignore[operator]

@@ -237,11 +237,16 @@ def _check(model: Any) -> None:
             needs="a torch.nn.Module",
             fix="moestro.profile(text_model.model) profiles what load_text_model loads.",
         )
-    compiled = [name for name, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None]
-    if compiled or type(model).__name__ == "OptimizedModule":
+    compiled = [name for name, module in model.named_modules() if _is_compiled(module)]
+    if compiled:
         raise unsupported(
             "profile",
-            got=f"{type(model).__name__}, compiled{' at ' + compiled[0] if compiled and compiled[0] else ''}",
+            got=f"{type(model).__name__}, compiled{' at ' + compiled[0] if compiled[0] else ''}",
             needs="modules that run one by one, since a graph has no stages",
             fix="Profile the model before torch.compile; its routing is the same.",
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile, of which the class is not to be imported for a look."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
