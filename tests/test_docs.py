@@ -149,6 +149,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         (["quality"], "quality"),
         (["simulate"], "simulate"),
         (["cache"], "cache"),
+        (["profile"], "profile"),
         (["bench", "layer"], "bench"),
         (["bench", "parallel"], "bench"),
     ],

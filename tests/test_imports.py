@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"moe"},
     {"checkpoint", "explain"},
     {"bench", "quality", "parallel"},
-    {"hf"},
+    {"hf", "profiling"},
     {"serve"},
     {"cli", "__main__"},
 ]

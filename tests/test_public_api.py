@@ -34,6 +34,7 @@ PUBLIC = {
     "explain",
     "group_by_expert",
     "load",
+    "profile",
     "topk",
     "use",
 }

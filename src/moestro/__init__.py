@@ -20,6 +20,7 @@ from moestro.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from moestro.hf import accelerate, load
+    from moestro.profiling import profile
 
 __version__ = "0.1.0"
 
@@ -42,13 +43,18 @@ __all__ = [
     "explain",
     "group_by_expert",
     "load",
+    "profile",
     "topk",
     "use",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`moestro.accelerate` and `moestro.load` need Transformers, which `import moestro` does not."""
+    """`moestro.accelerate` and `load` need Transformers, which `import moestro` does not; so `profile` may."""
+    if name == "profile":
+        from moestro.profiling import profile
+
+        return profile
     if name in ("accelerate", "load"):
         from moestro import hf
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -12,11 +12,15 @@ from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.ops import gpu
 from moestro.ops.inputs import no_rows, no_tensor
+from moestro.routing.balancing import BiasUpdate, balanced_bias
+from moestro.routing.rewrites import expert_counts
 from moestro.routing.routers import TopKRouter
 from moestro.tolerances import disagreement
 from moestro.types import SWIGLU, Activation, Routing
 
 Rewrite = Callable[[Routing], Routing]
+Balance = Callable[[Tensor, Routing], Tensor] | BiasUpdate
+"""A loss of a router's logits [T, E] and its routing, a scalar, weight included; or DeepSeek's bias."""
 
 
 class Dispatcher(Protocol):
@@ -40,9 +44,13 @@ class MoE(nn.Module):
         shared_experts: a module [T, H] -> [T, H] whose output is added, or None.
         rewrite: applied to every routing, e.g. ``lambda r: keep_confident(r, min_share=0.1)``, or None.
         dispatcher: for experts on several devices, or None.
+        balance: what evens out the load of experts in training: a function of the router's logits [T, E] and its
+            routing, before `rewrite`, whose scalar `balance_loss(model)` hands on; or a `BiasUpdate`, which
+            `update_biases(model)` applies. None for nothing. The router then has `logits(x)`, and takes them.
 
     Raises:
-        InvalidInputError: the router's number of experts is not the experts'.
+        InvalidInputError: the router's number of experts is not the experts', or it has no logits to balance, or no
+            correction bias for a `BiasUpdate`.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class MoE(nn.Module):
         shared_experts: nn.Module | None = None,
         rewrite: Rewrite | None = None,
         dispatcher: Dispatcher | None = None,
+        balance: Balance | None = None,
     ) -> None:
         super().__init__()
         routed = getattr(router, "num_experts", experts.num_experts)
@@ -67,10 +76,14 @@ class MoE(nn.Module):
         self.shared_experts = shared_experts
         self.rewrite = rewrite
         self.dispatcher = dispatcher
+        _check_balance(router, balance)
+        self.balance = balance
+        self._load = _Load()
 
     def route(self, x: Tensor) -> Routing:
         """The routing of x [T, H], rewrites applied."""
-        routing = cast(Routing, self.router(x))
+        balanced = self.balance is not None and self.training and torch.is_grad_enabled()
+        routing = self._route_balanced(x) if balanced else cast(Routing, self.router(x))
         return routing if self.rewrite is None else self.rewrite(routing)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,11 +108,99 @@ class MoE(nn.Module):
             y = y + z
         return y if len(shape) == 2 else y.reshape(shape)
 
+    def _route_balanced(self, x: Tensor) -> Routing:
+        """The router's routing, of which is kept what `balance_loss` or `update_biases` will ask for."""
+        router: Any = self.router
+        logits = router.logits(x)
+        routing: Routing = router(x, logits)
+        balance, load = self.balance, self._load
+        if isinstance(balance, BiasUpdate):
+            counts = expert_counts(routing, len(router.correction_bias))
+            load.counts = counts if load.counts is None else load.counts + counts
+        elif balance is not None:
+            load.loss = balance(logits, routing)
+        return routing
+
     def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
         """What routed experts on several devices add."""
         assert self.dispatcher is not None
         rows, local, handle = self.dispatcher.dispatch(x, routing)
         return self.dispatcher.combine(self.experts(rows, local), handle)
+
+
+class _Load:
+    """What a layer keeps of its last forward in training; a copy of the layer has none."""
+
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
+        self.counts: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[_Load], tuple[()]]:
+        return type(self), ()
+
+
+def balance_loss(model: nn.Module) -> Tensor:
+    """The sum of the losses that the layers of a model had in their last forward in training, each taken once.
+
+    ``loss = task_loss + balance_loss(model)``.
+
+    Raises:
+        InvalidInputError: no layer has one: none has a function as its `balance`, or none has run since the last call.
+    """
+    losses = []
+    for load in (layer._load for layer in _layers(model)):
+        if load.loss is not None:
+            losses.append(load.loss)
+            load.loss = None
+    if not losses:
+        raise invalid_input(
+            "balance_loss",
+            got=f"{type(model).__name__}, of which no layer has a loss",
+            needs="layers with a function as their balance, and a forward in training mode with gradients",
+            fix="Build them with FFN(..., balance=...), and call this once after each forward.",
+        )
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def update_biases(model: nn.Module) -> None:
+    """Apply `balanced_bias` to the routers of all layers with a `BiasUpdate`: once after each step of the optimizer.
+
+    Rows are those of all forwards in training since the last call, on this rank.
+
+    Raises:
+        InvalidInputError: no layer has counted: none has a `BiasUpdate`, or none has run since the last call.
+    """
+    found = [layer for layer in _layers(model) if layer._load.counts is not None]
+    if not found:
+        raise invalid_input(
+            "update_biases",
+            got=f"{type(model).__name__}, of which no layer has counted its rows",
+            needs="layers with balance=BiasUpdate(), and a forward in training mode with gradients",
+            fix="Build them with FFN(..., balance=BiasUpdate()), and call this once after each step.",
+        )
+    for layer in found:
+        bias, update, counts = cast(Any, layer.router).correction_bias, layer.balance, layer._load.counts
+        assert isinstance(update, BiasUpdate)
+        assert counts is not None
+        bias.copy_(balanced_bias(bias, counts, update.rate))
+        layer._load.counts = None
+
+
+def _layers(model: nn.Module) -> Iterator[MoE]:
+    return (module for module in model.modules() if isinstance(module, MoE))
+
+
+def _check_balance(router: nn.Module, balance: Balance | None) -> None:
+    needs_bias = isinstance(balance, BiasUpdate)
+    if balance is None or (hasattr(router, "logits") and not (needs_bias and router.correction_bias is None)):
+        return
+    raise invalid_input(
+        "MoE",
+        got=f"balance for a {type(router).__name__} without {'a correction bias' if needs_bias else 'logits'}",
+        needs="a router with a correction_bias" if needs_bias else "a router with logits(x), whose forward takes them",
+        fix="TopKRouter(..., correction_bias=True) has both.",
+    )
 
 
 class FFN(MoE):
@@ -111,6 +212,7 @@ class FFN(MoE):
         num_experts: E.
         top_k: K, 1 <= K <= E.
         activation: an `Activation` or its name (`Activation.of`): SwiGLU unless said otherwise.
+        balance: as for `MoE`; with a `BiasUpdate` the router has a correction bias.
         device, dtype: of the parameters, as torch modules have it.
 
     Raises:
@@ -124,14 +226,17 @@ class FFN(MoE):
         num_experts: int = 8,
         top_k: int = 2,
         activation: Activation | str | None = None,
+        balance: Balance | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         chosen = SWIGLU if activation is None else Activation.of(activation, "FFN")
         where: Any = {"device": device, "dtype": dtype}
-        router = TopKRouter(hidden_size, num_experts, top_k, scoring="softmax-renormalized", **where)
-        super().__init__(router, Experts(num_experts, hidden_size, intermediate_size, chosen, **where))
+        biased = isinstance(balance, BiasUpdate)
+        router = TopKRouter(hidden_size, num_experts, top_k, "softmax-renormalized", correction_bias=biased, **where)
+        experts = Experts(num_experts, hidden_size, intermediate_size, chosen, **where)
+        super().__init__(router, experts, balance=balance)
 
     @classmethod
     def from_dense(cls, dense: nn.Module, num_experts: int, top_k: int, activation: Activation | None = None) -> FFN:

@@ -254,6 +254,21 @@ def test_observers_see_what_ran_and_not_what_they_run_themselves():
     assert seen == [(f"cpu-{RUNNING[0].name}", "grouped"), ("torch", "grouped")]
 
 
+def test_observers_are_told_before_a_call_where_they_want_to_be():
+    x, routing, weights = case()
+    seen = []
+    with (
+        torch.no_grad(),
+        dispatch.observed(EXPERT_MLP, lambda *told: seen.append("after"), lambda: seen.append("before")),
+    ):
+        moestro.expert_mlp(x, routing, weights)
+        moestro.topk(x, 2)  # of which nobody wants to know
+        with pytest.raises(moestro.MoestroError):
+            moestro.expert_mlp(x[:, 1:], routing, weights)  # which is not computed
+    moestro.expert_mlp(x, routing, weights)
+    assert seen == ["before", "after"]
+
+
 def test_a_routing_that_was_checked_is_not_looked_at_again(monkeypatch):
     x, routing, weights = case()
     moestro.expert_mlp(x, routing, weights)

@@ -175,6 +175,8 @@ def about(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, moestro, torch, transformers, and the peers from outside."""
-    found = {name: metadata.version(name) for name in ("torch", "transformers")}
+    """Versions of Python, moestro, torch, transformers if it is installed, and the peers from outside."""
+    found = {"torch": metadata.version("torch")}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["transformers"] = metadata.version("transformers")
     return {"python": platform.python_version(), "moestro": moestro.__version__, **found, **outside.versions()}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, cache, chat, generate, info, quality, quantize, serve, simulate, streams
+from moestro.cli import bench, cache, chat, generate, info, profile, quality, quantize, serve, simulate, streams
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -25,6 +25,7 @@ for _command in (
     info.info,
     quantize.quantize,
     quality.quality,
+    profile.profile,
     simulate.simulate,
     cache.cache,
 ):

@@ -79,19 +79,20 @@ def generate(
         )
         _check_trace(trace, ep * tp)
         texts = read_prompts(prompts or [], file or [], ep * tp)
-        requests = _requests([text.text for text in texts], sampling, system, chat)
-        place, prints = _place(device, ep, tp, batch)
+        requests = make_requests([text.text for text in texts], sampling, system, chat)
+        place, prints = place_of(device, ep, tp, batch)
         with quiet_transformers(progress=model is not None and prints and sys.stderr.isatty()):
             budget = memory_budget("generate", memory, prefetch, device_memory)
-            how = _how(format, input_format=input_format, projections=projections, memory=budget)
-            text_model = load_text_model(model, dtype, place, strategy, partial(_check_all, requests), how)
+            how = make_config(format, input_format=input_format, projections=projections, memory=budget)
+            text_model = load_text_model(model, dtype, place, strategy, partial(check_requests, requests), how)
             for request in requests:
                 library.check(text_model, *request)
             out = Output(text_model, texts, requests, chat, as_json)
             _run(out, batch, trace, prints)
 
 
-def _how(format: str | None, **options: Any) -> MoestroConfig:
+def make_config(format: str | None, **options: Any) -> MoestroConfig:
+    """How a model is loaded, of options as they were given."""
     from moestro.hf import MoestroConfig
 
     return MoestroConfig(format, **options)
@@ -145,7 +146,9 @@ def _write_trace(trace: Trace, path: Path) -> None:
         ) from error
 
 
-def _requests(texts: list[str], sampling: Sampling, system: str | None, chat: bool) -> list[tuple[Prompt, Sampling]]:
+def make_requests(
+    texts: list[str], sampling: Sampling, system: str | None, chat: bool
+) -> list[tuple[Prompt, Sampling]]:
     """What the library is asked, prompt by prompt; each has a seed of its own, the first that which was given."""
     from moestro.hf.generate import check_prompt
 
@@ -162,7 +165,8 @@ def _requests(texts: list[str], sampling: Sampling, system: str | None, chat: bo
     return found
 
 
-def _check_all(requests: list[tuple[Prompt, Sampling]], name: str, tokenizer: Any, context: int | None) -> None:
+def check_requests(requests: list[tuple[Prompt, Sampling]], name: str, tokenizer: Any, context: int | None) -> None:
+    """Refuse what tokenizer or context cannot take of any request, before weights are read."""
     from moestro.hf.generate import check_length
 
     for request in requests:
@@ -173,7 +177,7 @@ def _nothing(index: int, what: object) -> None:
     """What a rank prints that is not the first."""
 
 
-def _place(device: str, ep: int, tp: int, batch: int) -> tuple[Any, bool]:
+def place_of(device: str, ep: int, tp: int, batch: int) -> tuple[Any, bool]:
     """Where the model goes, a device or a mesh, and whether this process prints."""
     if (ep, tp) == (1, 1):
         return device, True

@@ -20,11 +20,17 @@ class NamedText:
     text: str
 
 
-def read_prompts(arguments: Sequence[str], files: Sequence[Path], num_ranks: int) -> list[NamedText]:
-    """The prompts in order, those of the arguments first; at least one."""
+def read_prompts(
+    arguments: Sequence[str],
+    files: Sequence[Path],
+    num_ranks: int,
+    operation: str = "generate",
+    by: str = "as an argument",
+) -> list[NamedText]:
+    """The prompts in order, those of the arguments first; at least one. `by` is how a command is given them."""
     if not arguments and not files:
         raise invalid_input(
-            "generate", got="no prompt", needs="a text to continue", fix="Give it as an argument, by --file, or as -."
+            operation, got="no prompt", needs="a text to continue", fix=f"Give it {by}, by --file, or as -."
         )
     if arguments.count(STANDARD_INPUT) > 1:
         raise invalid_input("generate", got="- twice", needs="- once", fix="Standard input is read to its end at once.")
@@ -34,7 +40,7 @@ def read_prompts(arguments: Sequence[str], files: Sequence[Path], num_ranks: int
         else NamedText(f"argument {number}", argument)
         for number, argument in enumerate(arguments, 1)
     ]
-    return found + [NamedText(str(path), read_text("generate", "--file", path)) for path in files]
+    return found + [NamedText(str(path), read_text(operation, "--file", path)) for path in files]
 
 
 def read_text(operation: str, option: str, path: Path) -> str:

@@ -126,6 +126,7 @@ def generate(
     prompt: Prompt,
     sampling: Sampling | None = None,
     on_text: Callable[[str], object] | None = None,
+    on_time: Callable[[float], object] | None = None,
 ) -> Generation:
     """Continue a prompt, or answer it.
 
@@ -134,6 +135,7 @@ def generate(
         prompt: not empty.
         sampling: how tokens are picked; the model's own way if None.
         on_text: called with each piece of new text as soon as it is certain; the pieces together are the text.
+        on_time: called on the spot with time.perf_counter() where the prompt's pass begins, and at each new token.
 
     A model whose experts are cut over ranks is called on all of them, with the same prompt and sampling: they compare
     both, and take the tokens that rank 0's logits and random numbers give.
@@ -149,7 +151,7 @@ def generate(
     processors = _agree(text_model, inputs["input_ids"], sampling)
     prompt_ran: dict[Ran, None] = {}
     new_ran: dict[Ran, None] = {}
-    streamer = Streamer(text_model.tokenizer, on_text or (lambda piece: None), sampling.stop)
+    streamer = Streamer(text_model.tokenizer, on_text or _ignore, sampling.stop, on_time or _ignore)
     stopping = StoppingCriteriaList([_AtStopString(streamer, prompt_tokens)] if sampling.stop else [])
 
     def tell(prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
@@ -163,6 +165,7 @@ def generate(
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         start = time.perf_counter()
+        streamer.tell_time(start)
         ids = text_model.model.generate(
             **inputs,
             generation_config=config,
@@ -170,6 +173,18 @@ def generate(
             stopping_criteria=stopping,
             logits_processor=processors,
         )
+    return _generation(streamer, ids, config, (prompt_tokens, start), (prompt_ran, new_ran))
+
+
+def _ignore(told: object) -> None:
+    """What is told to nobody."""
+
+
+def _generation(
+    streamer: Streamer, ids: Tensor, config: GenerationConfig, began: tuple[int, float], ran: tuple[Any, Any]
+) -> Generation:
+    """What came of a prompt of so many tokens, whose pass began at that time."""
+    (prompt_tokens, start), (prompt_ran, new_ran) = began, ran
     new_ids = ids[0, prompt_tokens:].tolist()
     return Generation(
         text=streamer.text,
@@ -223,8 +238,15 @@ class Streamer(BaseStreamer):
     `text` is all text so far, `times` have time.perf_counter() at each new token.
     """
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], object], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        on_text: Callable[[str], object],
+        stops: Sequence[str] = (),
+        tell_time: Callable[[float], object] = lambda now: None,
+    ) -> None:
         self.times: list[float] = []
+        self.tell_time = tell_time
         self._on_text = on_text
         self._make = lambda prompt_ids: TextStream(tokenizer, prompt_ids, stops)
         self._stream: TextStream | None = None
@@ -246,6 +268,7 @@ class Streamer(BaseStreamer):
             self._stream = self._make(ids)
             return
         self.times.append(time.perf_counter())
+        self.tell_time(self.times[-1])
         if self._read < len(self.times):
             self._take(ids)
 

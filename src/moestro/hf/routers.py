@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,13 +19,24 @@ def router_of(model: nn.Module, path: str, num_experts: int, hidden_size: int) -
 
     A router is a module with a weight [E, H], inside the layer or at most two levels above it.
     """
-    for root in _around(path):
-        found = [
-            module for module in _beside(model.get_submodule(root)) if _shape(module) == (num_experts, hidden_size)
-        ]
+    found = router_module(model, path, lambda module: _shape(module) == (num_experts, hidden_size))
+    return None if found is None else _Scores(found[1], _correction(found[0], num_experts))
+
+
+def router_module(model: nn.Module, path: str, fits: Callable[[nn.Module], bool]) -> tuple[nn.Module, nn.Module] | None:
+    """The only module that fits in or around the layer at `path`, after the one in which it was looked for."""
+    for name in _around(path):
+        root = model.get_submodule(name)
+        found = [module for module in _beside(root) if fits(module)]
         if found:
-            return _Scores(found[0], _correction(model.get_submodule(root), num_experts)) if len(found) == 1 else None
+            return (root, found[0]) if len(found) == 1 else None
     return None
+
+
+def scores_of(module: nn.Module, num_experts: int) -> bool:
+    """Whether a module has a weight [E, H] of a router's."""
+    shape = _shape(module)
+    return shape is not None and len(shape) == 2 and shape[0] == num_experts
 
 
 class _Scores:

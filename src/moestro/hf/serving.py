@@ -203,6 +203,16 @@ def served(model: nn.Module) -> list[Served]:
     ]
 
 
+def num_experts_of(module: nn.Module) -> int | None:
+    """Of a served module; None of a family whose weights are in no one place."""
+    store, adapter = stored_in(module), adapter_of(module)
+    if store is not None:
+        return store.stored.projections.num_experts
+    if adapter is None or adapter.projections is None:
+        return None
+    return adapter.projections(module, _plan(module, adapter, module.__dict__.get(PLAN))).num_experts
+
+
 def adapter_of(module: nn.Module) -> Adapter | None:
     """What serves this module, or None if it holds no routed experts that are known."""
     adapter = _ADAPTERS.get(type(module).__name__) if _of_transformers(module) else None

@@ -11,9 +11,10 @@ import contextvars
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -145,8 +146,10 @@ _OPERATIONS: dict[str, Operation] = {}
 _KEPT: OrderedDict[Hashable, _Kept] = OrderedDict()
 
 Observer = Callable[[Prepared, tuple[Any, ...], Any], object]
-_Observers = tuple[tuple[Operation, Observer], ...]
-_OBSERVERS: contextvars.ContextVar[_Observers] = contextvars.ContextVar("observers", default=())
+Before = Callable[[], object]
+_Observers = Mapping[Operation, tuple[tuple[Observer, Before | None], ...]]
+_NOBODY: _Observers = MappingProxyType({})
+_OBSERVERS: contextvars.ContextVar[_Observers] = contextvars.ContextVar("observers", default=_NOBODY)
 
 
 def register(operation: Operation) -> Operation:
@@ -170,9 +173,14 @@ def run(operation: Operation, *arguments: Any) -> Any:
 def call(operation: Operation, *arguments: Any) -> Any:
     """Compute by the prepared call, and tell observers; errors as of `prepare`."""
     prepared = prepare(operation, *arguments)
+    observers = _OBSERVERS.get().get(operation)
+    if observers is None:
+        return prepared.compute(*arguments)
+    for _, before in observers:
+        if before is not None:
+            before()
     result = prepared.compute(*arguments)
-    if _OBSERVERS.get():
-        tell(operation, prepared, arguments, result)
+    tell(operation, prepared, arguments, result)
     return result
 
 
@@ -262,12 +270,14 @@ def candidates(operation: Operation, *arguments: Any) -> dict[str, Prepared | st
 
 
 @contextmanager
-def observed(operation: Operation, observer: Observer) -> Iterator[None]:
+def observed(operation: Operation, observer: Observer, before: Before | None = None) -> Iterator[None]:
     """Inside, tell the observer of every call of an operation in this context: prepared call, arguments and result.
 
-    Calls that the observer makes itself are not told of. Threads started inside have a context of their own.
+    Calls that the observer makes itself are not told of. Threads started inside have a context of their own. `before`
+    is called where a call that `call` computes begins; one that fails is never told of.
     """
-    token = _OBSERVERS.set((*_OBSERVERS.get(), (operation, observer)))
+    others = _OBSERVERS.get()
+    token = _OBSERVERS.set({**others, operation: (*others.get(operation, ()), (observer, before))})
     try:
         yield
     finally:
@@ -276,12 +286,11 @@ def observed(operation: Operation, observer: Observer) -> Iterator[None]:
 
 def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
     """Tell observers of a call that was computed by its prepared one, in whatever parts."""
-    observers = _OBSERVERS.get()
-    token = _OBSERVERS.set(())
+    observers = _OBSERVERS.get().get(operation, ())
+    token = _OBSERVERS.set(_NOBODY)
     try:
-        for observed_operation, observer in observers:
-            if observed_operation is operation:
-                observer(prepared, arguments, result)
+        for observer, _ in observers:
+            observer(prepared, arguments, result)
     finally:
         _OBSERVERS.reset(token)
 

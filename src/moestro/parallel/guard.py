@@ -407,6 +407,15 @@ class Peers:
                     raise
 
 
+def bytes_sent() -> dict[str, int]:
+    """Bytes that this rank has sent to others so far, in all groups that are in use, by what they are."""
+    total: Counter[str] = Counter()
+    for peers in _PEERS.values():
+        for kind, counts in peers.sent.items():
+            total[kind] += counts.total()
+    return dict(total)
+
+
 def set_job_timeout(timeout: float) -> None:
     """The timeout of groups of this job for which nobody gives one."""
     _JOB[:] = [dist.group.WORLD, timeout]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -81,13 +82,18 @@ FINDERS: list[Callable[[nn.Module], dict[str, CutLayer]]] = [_own_layers]
 """What finds the cut layers of a module, by their names; `moestro.hf` adds those of Transformers."""
 
 
+def find_cut_layers(module: nn.Module) -> dict[str, CutLayer]:
+    """As `cut_layers`, where there may be none."""
+    return {name: layer for find in FINDERS for name, layer in find(module).items()}
+
+
 def cut_layers(module: nn.Module, operation: str) -> dict[str, CutLayer]:
     """The layers of a module whose experts are cut over ranks, by their names.
 
     Raises:
         InvalidInputError: there is none.
     """
-    found = {name: layer for find in FINDERS for name, layer in find(module).items()}
+    found = find_cut_layers(module)
     if not found:
         raise invalid_input(
             operation,
@@ -163,7 +169,7 @@ def count_loads(module: nn.Module) -> Iterator[Loads]:
         yield Loads(counts, _timeout_of(layers.values()))
     finally:
         for name, layer in layers.items():  # what is there now: experts may have moved inside
-            layer.put_dispatcher(_without(layer.dispatcher, counts[name]))
+            layer.put_dispatcher(without(layer.dispatcher, partial(_counts, counts[name])))
 
 
 def rebalance(
@@ -333,15 +339,20 @@ def _timeout_of(layers: Iterable[CutLayer]) -> float:
     return max(_placed(layer).peers.timeout for layer in layers)
 
 
-def _without(dispatcher: Dispatcher, counts: Tensor) -> Dispatcher:
-    """The same dispatcher where these counts are no longer added to."""
+def _counts(counts: Tensor, dispatcher: Dispatcher) -> bool:
+    """Whether it adds to these counts."""
+    return isinstance(dispatcher, _Counting) and dispatcher.counts is counts
+
+
+def without(dispatcher: Dispatcher, is_gone: Callable[[Dispatcher], bool]) -> Dispatcher:
+    """The same dispatcher without those around another that are gone."""
     inner = getattr(dispatcher, "inner", None)
     if inner is None:
         return dispatcher
-    if isinstance(dispatcher, _Counting) and dispatcher.counts is counts:
-        return _without(inner, counts)
+    if is_gone(dispatcher):
+        return without(inner, is_gone)
     made: Any = dispatcher
-    kept = _without(inner, counts)
+    kept = without(inner, is_gone)
     return dispatcher if kept is inner else replace(made, inner=kept)
 
 

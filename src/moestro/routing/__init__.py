@@ -1,5 +1,12 @@
 """Routers, which make a Routing, and rewrites, which make another one of it."""
 
+from moestro.routing.balancing import (
+    BiasUpdate,
+    balanced_bias,
+    olmoe_balance_loss,
+    router_z_loss,
+    switch_balance_loss,
+)
 from moestro.routing.change import routing_change
 from moestro.routing.groups import GroupLimit
 from moestro.routing.merge import merge_experts
@@ -23,6 +30,7 @@ from moestro.routing.two_stage import TwoStageRouter, similar_groups
 
 __all__ = [
     "PRESETS",
+    "BiasUpdate",
     "DropReport",
     "GroupLimit",
     "GroupLimitedRouter",
@@ -31,19 +39,23 @@ __all__ = [
     "Scoring",
     "TopKRouter",
     "TwoStageRouter",
+    "balanced_bias",
     "drop_over_capacity",
     "expert_counts",
     "keep_confident",
     "keep_local",
     "merge_experts",
     "most_used",
+    "olmoe_balance_loss",
     "prune_experts",
     "remap",
     "rescale",
     "route",
+    "router_z_loss",
     "routing_change",
     "scale_experts",
     "similar_groups",
+    "switch_balance_loss",
     "token_weight",
     "weigh",
 ]

@@ -110,13 +110,19 @@ class TopKRouter(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight, bias)
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Routing:
         """Route x [..., H]; the Routing is [T, K] with T the product of the leading dimensions.
+
+        Args:
+            x: hidden states.
+            logits: those of `self.logits(x)`, for who has them already.
 
         Raises:
             InvalidInputError: x is not floating point or not [..., H], or a logit is NaN (see `route`).
         """
-        return route(self.logits(x), self.top_k, self.scoring, self.correction_bias, self.groups)
+        return route(
+            self.logits(x) if logits is None else logits, self.top_k, self.scoring, self.correction_bias, self.groups
+        )
 
     def extra_repr(self) -> str:
         e, h = self.weight.shape
