@@ -211,4 +211,4 @@ def _tiles(tile: Tile) -> Iterator[Tile]:
 
 def _fits(plan: Plan, problem: Problem, device: Device) -> bool:
     pairs = zip((plan.gate_up, plan.down), problem.bits, strict=True)
-    return all(shared_bytes(t, plan.rows, problem.itemsize, bits) <= device.shared_memory for t, bits in pairs)
+    return all(shared_bytes(t, plan.rows, problem.itemsize, bits, device) <= device.shared_memory for t, bits in pairs)

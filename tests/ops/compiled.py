@@ -227,7 +227,8 @@ def main(arguments: list[str]) -> None:
         for kernel in layer(architecture, getattr(torch, dtype), form, num_tokens).values():
             print(
                 f"{architecture} {dtype:8} {form:12} T={num_tokens:<5} {kernel.name:16} shared {kernel.shared:6} of "
-                f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  loop {kernel.loop:4}  "
+                f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  "
+                f"loop {kernel.loop:4}  "
                 f"{'wgmma' if 'wgmma.mma' in kernel.ptx else 'mma' if 'mma.sync' in kernel.ptx else '-'}",
                 flush=True,
             )

@@ -41,7 +41,7 @@ def problem(spec: LayerSpec, form: str, num_tokens: int) -> Problem:
 
 def held(tile: Tile, how: Plan, p: Problem, bits: float, part: gpu.Device) -> int:
     """Programs of a product that a multiprocessor holds at once, as far as memory and registers go."""
-    by_memory = part.shared_memory // triton_tuning.shared_bytes(tile, how.rows, p.itemsize, bits)
+    by_memory = part.shared_memory // triton_tuning.shared_bytes(tile, how.rows, p.itemsize, bits, part)
     return max(min(by_memory, REGISTERS // (32 * tile.warps * THREAD_REGISTERS)), 1)
 
 

@@ -1,4 +1,4 @@
-"""Inputs of down rounded by gate_up, where a tile of it has a whole block of them: the bits of a launch of their own."""
+"""Inputs of down rounded by gate_up, where a tile of it has a whole block of them: the bits of a launch for it."""
 
 from __future__ import annotations
 

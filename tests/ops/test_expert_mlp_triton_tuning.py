@@ -53,7 +53,7 @@ def test_every_plan_is_sound(layer, device):
                 assert tile.columns >= 16
                 assert tile.depth >= 32
                 assert tile.stages >= 2
-                assert tuning.shared_bytes(tile, how.rows, itemsize, bits) <= device.shared_memory
+                assert tuning.shared_bytes(tile, how.rows, itemsize, bits, device) <= device.shared_memory
             assert how.splits >= 1
             assert strategy in ("auto", how.strategy) or (strategy, how.strategy) == ("grouped", "selective")
 

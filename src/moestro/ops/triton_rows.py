@@ -64,7 +64,9 @@ def round_blocks(part, E4M3: tl.constexpr):
     """float32 [R, C] -> the codes, and a scale for each row."""
     # Magnitudes as the bits of their float32, which are in their order, with NaN above all.
     largest = tl.max(part.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, 448.0 if E4M3 else 127.0, tl.float32))
+    scale = tl.div_rn(
+        largest.to(tl.float32, bitcast=True), tl.full(largest.shape, 448.0 if E4M3 else 127.0, tl.float32)
+    )
     scale = tl.where(largest >= 0x7F800000, float("nan"), scale)
     wide = tl.broadcast_to(scale[:, None], part.shape)
     units = tl.div_rn(tl.where(wide > 0, part, 0.0), tl.where(wide > 0, wide, 1.0))

@@ -170,7 +170,7 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
     made = Plan("grouped", reason, True, block or rows, rows, *_tiles(problem, device, rows))
     if name != "auto":
         made = replace(made, strategy=name)
-    if rows == LEAST_ROWS and not invariant:
+    if rows < 64 and not invariant:
         return _fill(made, problem, device)
     made = replace(made, gate_up=_rounding(made, problem, device) or made.gate_up)
     return made if invariant else _persist(replace(made, tails=tails(rows)), problem, device)
@@ -191,8 +191,6 @@ def tile_rows(rows_per_expert: float) -> int:
 
 def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
     """The same with as many programs as the device holds at once, each of which takes tile after tile."""
-    if plan.rows < 64:
-        plan = _deepen(plan, problem, device)
     tiles = zip((plan.gate_up, plan.down), problem.bits, strict=True)
     at_once = min(_at_once(tile, plan.rows, problem.itemsize, bits, device) for tile, bits in tiles)
     return replace(plan, programs=device.num_sms * at_once, wide=False)
@@ -200,7 +198,7 @@ def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 def _at_once(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> int:
     """Programs that a multiprocessor holds."""
-    by_memory = (device.shared_memory + _RESERVED) // (shared_bytes(tile, rows, itemsize, bits) + _RESERVED)
+    by_memory = (device.shared_memory + _RESERVED) // (shared_bytes(tile, rows, itemsize, bits, device) + _RESERVED)
     return max(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)), 1)
 
 
@@ -218,7 +216,9 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
         splits = min(-(-wanted // programs), most)
         if programs * splits >= wanted:
             break
-    return _deepen(replace(plan, gate_up=gate_up, down=replace(plan.down, columns=columns), splits=splits), problem, device)
+    return _deepen(
+        replace(plan, gate_up=gate_up, down=replace(plan.down, columns=columns), splits=splits), problem, device
+    )
 
 
 def _blocks(problem: Problem) -> int:
@@ -236,7 +236,7 @@ def _deepen(plan: Plan, problem: Problem, device: Device) -> Plan:
         ways = {}
         for stages in range(tile.stages, _MOST_STAGES + 1):
             way = replace(tile, stages=stages)
-            if shared_bytes(way, plan.rows, problem.itemsize, bits) <= device.shared_memory:
+            if shared_bytes(way, plan.rows, problem.itemsize, bits, device) <= device.shared_memory:
                 at_once = min(programs, device.num_sms * _at_once(way, plan.rows, problem.itemsize, bits, device))
                 ways[way] = at_once * min(stages - 1, steps) * loaded_bytes(way, bits)
         enough = (way for way, loaded in ways.items() if loaded >= IN_FLIGHT * device.num_sms)
@@ -245,7 +245,7 @@ def _deepen(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _rounding(plan: Plan, problem: Problem, device: Device) -> Tile | None:
-    """gate_up's tile with the columns of one block of down's inputs, which it then rounds; None where these are many."""
+    """gate_up's tile with the columns of a block of down's inputs, which it then rounds; None where these are many."""
     columns = problem.halves * problem.rounded
     if columns not in (128, 256) or plan.rows > STEPPED_ROWS:
         return None
@@ -284,7 +284,7 @@ def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
 
 def fit(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> Tile:
     """The same tile with as many loads in flight as the device's shared memory holds, at least two."""
-    while shared_bytes(tile, rows, itemsize, bits) > device.shared_memory:
+    while shared_bytes(tile, rows, itemsize, bits, device) > device.shared_memory:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
         elif tile.depth > 32:
@@ -299,12 +299,14 @@ def loaded_bytes(tile: Tile, bits: float) -> int:
     return tile.columns * tile.depth * int(bits) // 8
 
 
-def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float) -> int:
+def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> int:
     """Shared memory of a program, at most: the rows and weights in flight, and weights decoded once where packed.
 
-    In low tiles of 16-bit rows these go from the bytes in flight to registers and never back.
+    In low tiles of 16-bit rows these go from the bytes in flight to registers and never back. Where both operands do,
+    before Hopper and after it, a step's memory is free for the next when its product begins.
     """
     weights = tile.columns * tile.depth
     flight = rows * tile.depth * itemsize + int(weights * bits / 8)
     decoded = weights * itemsize if bits < 8 * itemsize and (rows >= 64 or itemsize == 4) else 0
-    return max(tile.stages * flight + decoded, rows * tile.columns * 4)
+    steps = tile.stages - 1 if rows < 64 and device.capability[0] != 9 else tile.stages
+    return max(steps * flight + decoded, rows * tile.columns * 4)
