@@ -6,7 +6,6 @@ tokens an expert); none has been measured with these kernels yet.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 
 from moestro.ops.gpu import Device
@@ -145,7 +144,6 @@ class Plan:
         return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
 
 
-@functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
     """The plan for a call; `strategy` is a name and a block size as `tuning.parse_strategy` returns them.
 
@@ -303,10 +301,10 @@ def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float, device: Devi
     """Shared memory of a program, at most: the rows and weights in flight, and weights decoded once where packed.
 
     In low tiles of 16-bit rows these go from the bytes in flight to registers and never back. Where both operands do,
-    before Hopper and after it, a step's memory is free for the next when its product begins.
+    before Hopper and after it, the memory of a step is free when its product begins.
     """
     weights = tile.columns * tile.depth
     flight = rows * tile.depth * itemsize + int(weights * bits / 8)
     decoded = weights * itemsize if bits < 8 * itemsize and (rows >= 64 or itemsize == 4) else 0
-    steps = tile.stages - 1 if rows < 64 and device.capability[0] != 9 else tile.stages
-    return max(steps * flight + decoded, rows * tile.columns * 4)
+    is_free = device.capability[0] != 9 and (rows < 64 or itemsize == 1)
+    return max((tile.stages - is_free) * flight + decoded, rows * tile.columns * 4)
