@@ -21,7 +21,7 @@ PARTS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120": 170}
 STORED = ("bfloat16", "fp8-e4m3-b128", "fp8-e4m3-channel", "int8", "mxfp4", "nvfp4", "int4-g32", "int4-g128")
 ROUNDED = ("fp8-e4m3-b128/fp8-e4m3", "fp8-e4m3-channel/fp8-e4m3")
 TOKENS = (1, 4, 16, 64)
-WANTED, LEAST = 48 << 10, 28 << 10
+WANTED, LEAST = 48 << 10, 30 << 10
 """Of a multiprocessor with more than 100 KB of shared memory, and of one with less."""
 THREAD_REGISTERS, REGISTERS = 256, 1 << 16
 
