@@ -167,8 +167,9 @@ def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, ...]:
 def _rounds_whole_blocks(weights: ExpertWeights, how: Plan) -> bool:
     """Whether a tile of gate_up gives a block of columns that share a scale as inputs of down: it then rounds them."""
     halves, scaling = 2 if weights.activation.gated else 1, weights.down.format.scaling
-    is_rounded = weights.input_format != "float" and scaling is not None
-    return is_rounded and halves * scaling.columns == how.gate_up.columns
+    if weights.input_format == "float" or scaling is None:
+        return False
+    return halves * scaling.columns == how.gate_up.columns
 
 
 def _tile(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
