@@ -24,6 +24,8 @@ STEPPED_ROWS = 64
 
 _RESERVED = 1024
 """Bytes of shared memory that CUDA keeps of each block's for itself, beside what the block may have."""
+_EXCHANGED = 2 << 10
+"""Bytes of it beside what is loaded, at most: largest numbers that warps tell each other, and the state of copies."""
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 256
 """Of a multiprocessor, and of a thread as compiled tiles of many rows have them."""
 
@@ -307,4 +309,4 @@ def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float, device: Devi
     flight = rows * tile.depth * itemsize + int(weights * bits / 8)
     decoded = weights * itemsize if bits < 8 * itemsize and (rows >= 64 or itemsize == 4) else 0
     is_free = device.capability[0] != 9 and (rows < 64 or itemsize == 1)
-    return max((tile.stages - is_free) * flight + decoded, rows * tile.columns * 4)
+    return max((tile.stages - is_free) * flight + decoded, rows * tile.columns * 4) + _EXCHANGED
