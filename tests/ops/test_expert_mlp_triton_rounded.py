@@ -139,3 +139,22 @@ def test_bits_that_must_not_depend_on_the_batch_are_rounded_in_one_place():
     for device in (H200, gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))):
         plans = {triton_tuning.choose(problem("olmoe", t), device, ("auto", None), True) for t in (1, 7, 64, 4096)}
         assert [how.gate_up.columns for how in plans] == [2 * BLOCK]
+
+
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize(("num_tokens", "rows", "is_mapped"), [(16, 16, False), (4096, 64, True)])
+def test_the_plans_of_an_h200_have_the_bits_of_a_launch_for_it(num_tokens, rows, is_mapped):
+    """Tile by tile as they are, 256 rows of weights at once, on three experts; also through tensor maps."""
+    how = triton_tuning.choose(problem("qwen3-30b-a3b", num_tokens), H200, ("auto", None), False)
+    assert (how.rows, how.gate_up.columns, how.gate_up.tensor_map) == (rows, 256, is_mapped)
+    sizes = problems.Sizes(how.block + 9, 256, 160 if is_mapped else 256, 3, 2)
+    weights = problems.weights(sizes, Activation(), torch.float32).quantize(FORMAT, input_format="fp8-e4m3")
+    routing, x = problems.routing(sizes, kind="random"), torch.randn(sizes.num_tokens, 256).bfloat16()
+    how = replace(how, programs=5 if how.programs else 0)
+    alone = replace(how, gate_up=replace(how.gate_up, columns=128, warps=4))
+    y = launch(x, routing, weights, how)
+    assert bit_equal(y, launch(x, routing, weights, alone))
+    pointers = replace(how, gate_up=replace(how.gate_up, tensor_map=False), down=replace(how.down, tensor_map=False))
+    assert bit_equal(y, launch(x, routing, weights, pointers))
+    found = too_far(y.float(), reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
+    assert found is None, found

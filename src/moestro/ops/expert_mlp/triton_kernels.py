@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from moestro.ops.triton_kernels import tanh
+from moestro.ops.triton_nibbles import INTERPRETED
 from moestro.ops.triton_rows import round_blocks
 from moestro.ops.triton_weights import (
     add_product,
@@ -152,6 +153,8 @@ def product(
             tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
+            if INTERPRETED and scales is not None:
+                tile = as_stored(tile.to(tl.uint8, bitcast=True), DTYPE)
         if scales is None:
             acc = add_product(acc, x, tile, w, meta, SWAP)
         elif w.columns == 0:
