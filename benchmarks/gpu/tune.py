@@ -203,7 +203,7 @@ def _tiles(tile: Tile) -> Iterator[Tile]:
         "swap": (not tile.swap,),
         "group": (tile.group // 2, tile.group * 2),
     }
-    allowed = {"columns": (32, 256), "depth": (32, 256), "warps": (4, 8), "stages": (2, 6), "group": (1, 32)}
+    allowed = {"columns": (32, 256), "depth": (32, 256), "warps": (4, 8), "stages": (2, 10), "group": (1, 32)}
     for name, values in changes.items():
         least, most = allowed.get(name, (0, 1))
         yield from (replace(tile, **{name: value}) for value in values if least <= value <= most)

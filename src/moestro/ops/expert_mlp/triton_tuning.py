@@ -50,7 +50,7 @@ class Problem:
         itemsize: bytes of the dtype that rows are multiplied in.
         bits: stored bits a weight of gate_up and down.
         group: columns that share a scale, 0 for all of a row (and for dense weights).
-        rounded: inputs of down that are rounded with one scale; 0 for all of a row, and where none are rounded.
+        input_columns: inputs of down that are rounded with one scale; 0 for all of a row, and where none are rounded.
     """
 
     num_tokens: int
@@ -62,7 +62,7 @@ class Problem:
     itemsize: int
     bits: tuple[float, float]
     group: int = 0
-    rounded: int = 0
+    input_columns: int = 0
 
     @property
     def num_pairs(self) -> int:
@@ -246,7 +246,7 @@ def _deepen(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 def _rounding(plan: Plan, problem: Problem, device: Device) -> Tile | None:
     """gate_up's tile with the columns of a block of down's inputs, which it then rounds; None where these are many."""
-    columns = problem.halves * problem.rounded
+    columns = problem.halves * problem.input_columns
     if columns not in (128, 256) or plan.rows > STEPPED_ROWS:
         return None
     tile = replace(plan.gate_up, columns=columns, warps=columns // 32)

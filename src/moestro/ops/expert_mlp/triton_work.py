@@ -74,14 +74,14 @@ class Work:
         left, stride, scales, right, right_scales = x, self.x_stride, None, h, None
         if self.roundings:
             left, scales, right, right_scales = more[-4:]
-            self._rounded(0, x, stride, (left, scales))
+            self._round(0, x, stride, (left, scales))
             stride = self.roundings[0].size
         alone = len(self.roundings) > 1 and self.launches[5] is not None
         to = (h, None) if alone else (right, right_scales)
         if inner:
             gate_up(self.programs[0], left, stride, rows, *self.gate_up, *to, *self.sizes, scales)
         if alone:
-            self._rounded(1, h, inner, (right, right_scales))
+            self._round(1, h, inner, (right, right_scales))
         down(self.programs[1], right, rows, *self.down, pieces, *self.sizes, right_scales)
 
     def _ordered(self, ids: Any, weights: Any, more: Sequence[Any]) -> Rows:
@@ -93,7 +93,7 @@ class Work:
             sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
         return Rows(ids, weights, top_k, num_experts, *placed)
 
-    def _rounded(self, which: int, rows: Any, stride: int, to: tuple[Any, Any]) -> None:
+    def _round(self, which: int, rows: Any, stride: int, to: tuple[Any, Any]) -> None:
         """Launch what rounds the rows that meet a product to codes and scales."""
         of, launch = self.roundings[which], self.launches[4 + which]
         count = (self.tokens[0], self.sizes[0])[which] * of.parts
