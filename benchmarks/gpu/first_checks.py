@@ -67,7 +67,7 @@ def problem_of(spec: LayerSpec, form: str, num_tokens: int) -> Problem:
     """What the whole layer's plan depends on."""
     stored, _, rows = form.partition("/")
     found = formats.find_format("bfloat16" if stored == DENSE else stored)
-    bits, scaling = found.bits, found.scaling
+    bits, columns = found.bits, 0 if found.scaling is None else found.scaling.columns
     return Problem(
         num_tokens,
         spec.top_k,
@@ -77,7 +77,8 @@ def problem_of(spec: LayerSpec, form: str, num_tokens: int) -> Problem:
         2 if spec.activation.gated else 1,
         1 if rows else DTYPE.itemsize,
         (bits, bits),
-        0 if scaling is None else scaling.columns,
+        columns,
+        columns if rows else 0,
     )
 
 

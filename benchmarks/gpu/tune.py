@@ -203,7 +203,7 @@ def _tiles(tile: Tile) -> Iterator[Tile]:
         "swap": (not tile.swap,),
         "group": (tile.group // 2, tile.group * 2),
     }
-    allowed = {"columns": (32, 256), "depth": (32, 256), "warps": (4, 8), "stages": (2, 6), "group": (1, 32)}
+    allowed = {"columns": (32, 256), "depth": (32, 256), "warps": (4, 8), "stages": (2, 10), "group": (1, 32)}
     for name, values in changes.items():
         least, most = allowed.get(name, (0, 1))
         yield from (replace(tile, **{name: value}) for value in values if least <= value <= most)
@@ -211,4 +211,4 @@ def _tiles(tile: Tile) -> Iterator[Tile]:
 
 def _fits(plan: Plan, problem: Problem, device: Device) -> bool:
     pairs = zip((plan.gate_up, plan.down), problem.bits, strict=True)
-    return all(shared_bytes(t, plan.rows, problem.itemsize, bits) <= device.shared_memory for t, bits in pairs)
+    return all(shared_bytes(t, plan.rows, problem.itemsize, bits, device) <= device.shared_memory for t, bits in pairs)

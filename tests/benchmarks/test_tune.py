@@ -46,7 +46,7 @@ def test_neighbours_are_new_and_fit(num_tokens: int) -> None:
     for other in found:
         assert other.rows >= other.block
         for tile in (other.gate_up, other.down):
-            assert shared_bytes(tile, other.rows, 2, 16.0) <= HOPPER.shared_memory
+            assert shared_bytes(tile, other.rows, 2, 16.0, HOPPER) <= HOPPER.shared_memory
             assert {n & (n - 1) for n in (tile.columns, tile.depth, tile.warps, other.rows)} == {0}
     small = Device((8, 6), 84, 99 << 10)
     assert len(list(tune.neighbours(plan, problem, small))) < len(found) or num_tokens == 1

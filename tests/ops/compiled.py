@@ -43,13 +43,17 @@ ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120"
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled for one GPU: its name, bytes of shared memory, registers, spilled bytes, and its PTX."""
+    """One kernel as compiled for one GPU: its name, bytes of shared memory, registers, spilled bytes, and its PTX.
+
+    `loop` is how many instructions its longest loop with a matrix product has, 0 where there is none.
+    """
 
     name: str
     shared: int
     registers: int
     spills: int
     ptx: str
+    loop: int
 
 
 class _Driver:
@@ -135,9 +139,29 @@ def measured(name: str, kernel: Any, architecture: str) -> Compiled:
         source.write_text(kernel.asm["ptx"])
         command = [get_ptxas(number).path, "-v", f"--gpu-name={target}", str(source), "-o", f"{folder}/kernel.cubin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        tool = Path(get_ptxas(number).path).with_name("nvdisasm")
+        sass = subprocess.run([tool, "-c", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True).stdout
     registers = int(re.findall(r"Used (\d+) registers", said)[-1])
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    return Compiled(name, kernel.metadata.shared, registers, spills, kernel.asm["ptx"])
+    return Compiled(name, kernel.metadata.shared, registers, spills, kernel.asm["ptx"], longest_loop(sass))
+
+
+def longest_loop(sass: str) -> int:
+    """Instructions of the longest loop that multiplies matrices and has no other such loop inside, as disassembled."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in map(str.strip, sass.splitlines()):
+        if line.startswith(".L") and line.endswith(":"):
+            labels[line[:-1]] = len(code)
+        elif line.startswith("/*") and not line.startswith("/* 0x"):
+            code.append(line)
+            target = re.search(r"BRA.*`\((\.L\w+)\)", line)
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(code)))
+    found = [(a, b) for a, b in loops if any("MMA" in line for line in code[a:b])]
+    inner = [(a, b) for a, b in found if not any((a, b) != (c, d) and a <= c and d <= b for c, d in found)]
+    return max((b - a for a, b in inner), default=0)
 
 
 def layer(
@@ -204,6 +228,7 @@ def main(arguments: list[str]) -> None:
             print(
                 f"{architecture} {dtype:8} {form:12} T={num_tokens:<5} {kernel.name:16} shared {kernel.shared:6} of "
                 f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  "
+                f"loop {kernel.loop:4}  "
                 f"{'wgmma' if 'wgmma.mma' in kernel.ptx else 'mma' if 'mma.sync' in kernel.ptx else '-'}",
                 flush=True,
             )

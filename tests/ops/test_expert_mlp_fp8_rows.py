@@ -117,7 +117,8 @@ def test_triton_rounds_rows_as_defined(device, name):
     x[4, 7], x[5, 1000], x[6, 3] = torch.inf, torch.nan, -torch.inf
     for rows in (x, x.to(torch.bfloat16), x[:, ::1][:7]):
         codes, scales = (rows.new_empty(n, dtype=dtype).view(len(rows), -1) for n, dtype in rounding.sizes(len(rows)))
-        rounding.launch(len(rows), rows, rows.stride(0), codes, scales, rounding.size, rounding.count)
+        numbers = rounding.size, rounding.count, rounding.parts
+        rounding.launch(len(rows) * rounding.parts, rows, rows.stride(0), codes, scales, *numbers)
         if to == "int8":
             values, expected = reference.round_rows(rows)
             assert torch.equal(codes.float(), values)

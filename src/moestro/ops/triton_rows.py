@@ -11,77 +11,66 @@ import triton.language as tl
 from moestro.ops.gpu import Launch
 from moestro.types import InputFormat
 
-_BLOCK = 1024
+_TILE, _LANE = 1024, 64
+"""Numbers that a program rounds at least, and those of a thread where a row is longer."""
 _CODES = {"int8": torch.int8, "fp8-e4m3": torch.uint8}
 
 
 class Rounding:
     """How rows of `size` columns are rounded: codes [R, size] and float32 scales [R, count], `columns` sharing one.
 
-    0 `columns` are all of a row. `launch` has a program for each row.
+    0 `columns` are all of a row. `launch` has `parts` programs for each row; every number is loaded once.
     """
 
     def __init__(self, to: InputFormat, size: int, columns: int) -> None:
         self._dtype, self.size = _CODES[to], size
         self.count = -(-size // columns) if columns else 1
-        values: dict[str, Any] = {"E4M3": to == "fp8-e4m3", "COLUMNS": columns, "BLOCK": columns or _BLOCK}
-        self.launch = Launch(round_rows_kernel, values, {"num_warps": 4})
+        width = _power_of_two(columns or size)
+        blocks = min(max(_TILE // width, 1), _power_of_two(self.count))
+        self.parts = -(-self.count // blocks)
+        values: dict[str, Any] = {"E4M3": to == "fp8-e4m3", "COLUMNS": columns or width}
+        values.update(BLOCKS=blocks, BLOCK=width)
+        self.launch = Launch(round_rows_kernel, values, {"num_warps": min(max(width // (32 * _LANE), 4), 16)})
 
     def sizes(self, num_rows: int) -> tuple[tuple[int, torch.dtype], ...]:
         """Numbers in codes and scales of so many rows, and their dtypes."""
         return (num_rows * self.size, self._dtype), (num_rows * self.count, torch.float32)
 
 
+def _power_of_two(number: int) -> int:
+    """The least that is no less."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 @triton.jit
 def round_rows_kernel(
-    x, x_stride, codes, scales, K, count, E4M3: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A row a program: codes [R, K] and scales [R, count]."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    codes += row * K
-    scales += row * count
-    if COLUMNS == 0:
-        largest = tl.zeros((1,), tl.int32)
-        for start in tl.range(0, K, BLOCK):
-            largest = tl.maximum(largest, _magnitude(_part(x, start, K, BLOCK)))
-        scale = _scale(largest, E4M3)
-        tl.store(scales + tl.arange(0, 1), scale)
-        for start in tl.range(0, K, BLOCK):
-            _write(codes, _part(x, start, K, BLOCK), scale, start, K, BLOCK, E4M3)
-    else:
-        for start in tl.range(0, K, COLUMNS):
-            part = _part(x, start, K, BLOCK)
-            scale = _scale(_magnitude(part), E4M3)
-            tl.store(scales + start // COLUMNS + tl.arange(0, 1), scale)
-            _write(codes, part, scale, start, K, BLOCK, E4M3)
+    x, x_stride, codes, scales, K, count, parts,
+    E4M3: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS blocks of a row a program: codes [R, K] and scales [R, count]."""
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    blocks = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
+    place = tl.arange(0, BLOCK)
+    columns = blocks[:, None] * COLUMNS + place[None, :]
+    mask = (columns < K) & (place < COLUMNS)[None, :]
+    part = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    rounded, scale = round_blocks(part, E4M3)
+    tl.store(scales + row * count + blocks, scale, mask=blocks < count)
+    tl.store(codes + row * K + columns, rounded, mask=mask)
 
 
 @triton.jit
-def _part(x, start, K, BLOCK: tl.constexpr):
-    columns = start + tl.arange(0, BLOCK)
-    return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _magnitude(part):
-    """[1]: the largest magnitude as the bits of its float32, which are in its order, with NaN above all."""
-    return tl.max(part.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0, keep_dims=True)
-
-
-@triton.jit
-def _scale(largest, E4M3: tl.constexpr):
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full((1,), 448.0 if E4M3 else 127.0, tl.float32))
-    return tl.where(largest >= 0x7F800000, float("nan"), scale)
-
-
-@triton.jit
-def _write(codes, part, scale, start, K, BLOCK: tl.constexpr, E4M3: tl.constexpr):
-    columns = start + tl.arange(0, BLOCK)
-    usable = tl.broadcast_to(scale > 0, (BLOCK,))
-    units = tl.div_rn(tl.where(usable, part, 0.0), tl.where(usable, tl.broadcast_to(scale, (BLOCK,)), 1.0))
-    rounded = _e4m3(units) if E4M3 else _int8(units)
-    tl.store(codes + columns, rounded, mask=columns < K)
+def round_blocks(part, E4M3: tl.constexpr):
+    """float32 [R, C] -> the codes, and a scale for each row."""
+    # Magnitudes as the bits of their float32, which are in their order, with NaN above all.
+    largest = tl.max(part.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scale = tl.div_rn(
+        largest.to(tl.float32, bitcast=True), tl.full(largest.shape, 448.0 if E4M3 else 127.0, tl.float32)
+    )
+    scale = tl.where(largest >= 0x7F800000, float("nan"), scale)
+    wide = tl.broadcast_to(scale[:, None], part.shape)
+    units = tl.div_rn(tl.where(wide > 0, part, 0.0), tl.where(wide > 0, wide, 1.0))
+    return _e4m3(units) if E4M3 else _int8(units), scale
 
 
 @triton.jit

@@ -5,8 +5,9 @@ What it chooses is what plain PyTorch does, up to ties of scores that round to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ def prepare(
     num_tokens, num_columns = logits.shape
     slots = top_k + scoring.shared_experts
     stride = logits.stride(0) if logits.stride(1) == 1 else num_columns
-    given = (*gpu.aligned(logits, correction), stride == 1, stride % 16 == 0)
-    launch, block_t, numbers = _launch(scoring, num_columns, top_k, limits, given)
+    launch, block_t, numbers = _launch(scoring, num_columns, top_k, limits, correction is not None)
 
     def compute(
         logits: Tensor, top_k: int, scoring: Scoring, correction: Tensor | None, groups: GroupLimit | None
@@ -86,15 +86,12 @@ def why_unsupported(
 
 
 def _launch(
-    scoring: Scoring, num_columns: int, top_k: int, limits: _Groups, given: tuple[Hashable, ...]
+    scoring: Scoring, num_columns: int, top_k: int, limits: _Groups, corrected: bool
 ) -> tuple[gpu.Launch, int, tuple[float, ...]]:
-    """The launch for such arguments, the tokens of a program, and the numbers that it is given last.
-
-    `given` is what Triton would look for in the tensors: of logits, correction (None without) and logits' stride.
-    """
-    fixed, block_t, warps = _values(scoring, num_columns, top_k, limits, given[1] is not None)
-    call = gpu.kept(gpu.kernels(__package__).route_kernel, fixed, (("num_warps", warps), *ASSERTING), given)
-    return call, block_t, _numbers(scoring, limits[3])
+    """The launch for such arguments, the tokens of a program, and the numbers that it is given last."""
+    values, block_t, warps = _values(scoring, num_columns, top_k, limits, corrected)
+    resources = {"num_warps": warps, **dict(ASSERTING)}
+    return gpu.Launch(gpu.kernels(__package__).route_kernel, values, resources), block_t, _numbers(scoring, limits[3])
 
 
 def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
@@ -115,7 +112,7 @@ def _numbers(scoring: Scoring, excluded: float) -> tuple[float, ...]:
 
 def _values(
     scoring: Scoring, num_columns: int, top_k: int, groups: _Groups, corrected: bool
-) -> tuple[gpu.Values, int, int]:
+) -> tuple[dict[str, Any], int, int]:
     """What the kernel is compiled for, the tokens of a program, and its warps."""
     num_groups, top_groups, best, _ = groups
     size = num_columns // num_groups
@@ -140,7 +137,7 @@ def _values(
         "BLOCK_G": block_g,
         "BLOCK_K": tuning.power_of_two(top_k + scoring.shared_experts),
     }
-    return tuple(values.items()), block_t, warps
+    return values, block_t, warps
 
 
 def _good(logits: Tensor, scoring: Scoring, correction: Tensor | None) -> bool:

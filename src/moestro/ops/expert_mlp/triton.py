@@ -187,6 +187,7 @@ def plan(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: tuple[st
 def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
     """What the choice of a plan depends on."""
     scaling = [stored.format.scaling for stored in (weights.gate_up, weights.down)]
+    columns = [0 if s is None else s.columns for s in scaling]
     return Problem(
         routing.num_tokens,
         routing.top_k,
@@ -196,7 +197,8 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
         2 if weights.activation.gated else 1,
         compute_dtype(x, weights).itemsize,
         (weights.gate_up.format.bits, weights.down.format.bits),
-        max(0 if s is None else s.columns for s in scaling),
+        max(columns),
+        0 if weights.input_format == "float" else columns[1],
     )
 
 

@@ -6,7 +6,6 @@ tokens an expert); none has been measured with these kernels yet.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 
 from moestro.ops.gpu import Device
@@ -25,11 +24,20 @@ STEPPED_ROWS = 64
 
 _RESERVED = 1024
 """Bytes of shared memory that CUDA keeps of each block's for itself, beside what the block may have."""
+_EXCHANGED = 2 << 10
+"""Bytes of it beside what is loaded, at most: largest numbers that warps tell each other, and the state of copies."""
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 256
 """Of a multiprocessor, and of a thread as compiled tiles of many rows have them."""
 
-TARGET_PROGRAMS = 1
-"""Programs a multiprocessor to have in flight where weights are what takes the time."""
+IN_FLIGHT = 48 << 10
+"""Bytes of weights that a multiprocessor is to have asked for at once where reading them is what takes the time."""
+
+LEAST_COLUMNS = 64
+"""Of a tile: where these are too few for all multiprocessors, the sum over I is cut and not the tile."""
+
+_MOST_STAGES, _MOST_SPLITS = 10, 8
+_IDLE = 8
+"""One of so many multiprocessors may have no tile."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Problem:
         itemsize: bytes of the dtype that rows are multiplied in.
         bits: stored bits a weight of gate_up and down.
         group: columns that share a scale, 0 for all of a row (and for dense weights).
+        input_columns: inputs of down that are rounded with one scale; 0 for all of a row, and where none are rounded.
     """
 
     num_tokens: int
@@ -53,6 +62,7 @@ class Problem:
     itemsize: int
     bits: tuple[float, float]
     group: int = 0
+    input_columns: int = 0
 
     @property
     def num_pairs(self) -> int:
@@ -136,7 +146,6 @@ class Plan:
         return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
 
 
-@functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], invariant: bool) -> Plan:
     """The plan for a call; `strategy` is a name and a block size as `tuning.parse_strategy` returns them.
 
@@ -161,11 +170,10 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
     made = Plan("grouped", reason, True, block or rows, rows, *_tiles(problem, device, rows))
     if name != "auto":
         made = replace(made, strategy=name)
-    if invariant:
-        return made
-    if rows == LEAST_ROWS:
+    if rows < 64 and not invariant:
         return _fill(made, problem, device)
-    return _persist(replace(made, tails=tails(rows)), problem, device)
+    made = replace(made, gate_up=_rounding(made, problem, device) or made.gate_up)
+    return made if invariant else _persist(replace(made, tails=tails(rows)), problem, device)
 
 
 def tails(rows: int) -> int:
@@ -183,28 +191,67 @@ def tile_rows(rows_per_expert: float) -> int:
 
 def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
     """The same with as many programs as the device holds at once, each of which takes tile after tile."""
-    fit_in = []
-    for tile, bits in ((plan.gate_up, problem.bits[0]), (plan.down, problem.bits[1])):
-        by_memory = (device.shared_memory + _RESERVED) // (
-            shared_bytes(tile, plan.rows, problem.itemsize, bits) + _RESERVED
-        )
-        fit_in.append(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)))
-    return replace(plan, programs=device.num_sms * max(min(fit_in), 1), wide=False)
+    tiles = zip((plan.gate_up, plan.down), problem.bits, strict=True)
+    at_once = min(_at_once(tile, plan.rows, problem.itemsize, bits, device) for tile, bits in tiles)
+    return replace(plan, programs=device.num_sms * at_once, wide=False)
+
+
+def _at_once(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> int:
+    """Programs that a multiprocessor holds."""
+    by_memory = (device.shared_memory + _RESERVED) // (shared_bytes(tile, rows, itemsize, bits, device) + _RESERVED)
+    return max(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)), 1)
 
 
 def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
-    """The same with tiles so narrow, or the sum over I in so many pieces, that every multiprocessor has work."""
-    blocks = min(problem.num_pairs, problem.num_experts)
-    wanted = TARGET_PROGRAMS * device.num_sms
-    gate_up, down = plan.gate_up, plan.down
-    while gate_up.columns > 32 and blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
-        gate_up = replace(gate_up, columns=gate_up.columns // 2)
-    while down.columns > 32 and blocks * -(-problem.hidden_size // down.columns) < wanted:
-        down = replace(down, columns=down.columns // 2)
-    programs = blocks * -(-problem.hidden_size // down.columns)
-    steps = -(-problem.intermediate_size // down.depth)
-    splits = max(min(wanted // max(programs, 1), steps // 4, 8), 1)
-    return replace(plan, gate_up=gate_up, down=down, splits=splits)
+    """The same with tiles, or pieces of the sum over I, for every multiprocessor, and enough of them on their way."""
+    blocks, wanted = _blocks(problem), device.num_sms - device.num_sms // _IDLE
+    gate_up, whole = plan.gate_up, _rounding(plan, problem, device)
+    if whole is not None and blocks * -(-problem.halves * problem.intermediate_size // whole.columns) >= wanted:
+        gate_up = whole
+    elif blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
+        gate_up = replace(gate_up, columns=min(gate_up.columns, LEAST_COLUMNS))
+    most = max(min(-(-problem.intermediate_size // plan.down.depth) // 4, _MOST_SPLITS), 1)
+    for columns in (plan.down.columns, min(plan.down.columns, LEAST_COLUMNS)):
+        programs = max(blocks * -(-problem.hidden_size // columns), 1)
+        splits = min(-(-wanted // programs), most)
+        if programs * splits >= wanted:
+            break
+    return _deepen(
+        replace(plan, gate_up=gate_up, down=replace(plan.down, columns=columns), splits=splits), problem, device
+    )
+
+
+def _blocks(problem: Problem) -> int:
+    return min(problem.num_pairs, problem.num_experts)
+
+
+def _deepen(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The same with so many loads on their way that each multiprocessor waits for `IN_FLIGHT` bytes of weights."""
+    found, inner = [], problem.intermediate_size
+    for tile, bits, outputs, steps in (
+        (plan.gate_up, problem.bits[0], problem.halves * inner, -(-problem.hidden_size // plan.gate_up.depth)),
+        (plan.down, problem.bits[1], problem.hidden_size * plan.splits, -(-inner // (plan.down.depth * plan.splits))),
+    ):
+        programs = _blocks(problem) * -(-outputs // tile.columns)
+        ways = {}
+        for stages in range(tile.stages, _MOST_STAGES + 1):
+            way = replace(tile, stages=stages)
+            if shared_bytes(way, plan.rows, problem.itemsize, bits, device) <= device.shared_memory:
+                at_once = min(programs, device.num_sms * _at_once(way, plan.rows, problem.itemsize, bits, device))
+                ways[way] = at_once * min(stages - 1, steps) * loaded_bytes(way, bits)
+        enough = (way for way, loaded in ways.items() if loaded >= IN_FLIGHT * device.num_sms)
+        found.append(next(enough, max(ways, key=lambda way: ways[way])))
+    return replace(plan, gate_up=found[0], down=found[1])
+
+
+def _rounding(plan: Plan, problem: Problem, device: Device) -> Tile | None:
+    """gate_up's tile with the columns of a block of down's inputs, which it then rounds; None where these are many."""
+    columns = problem.halves * problem.input_columns
+    if columns not in (128, 256) or plan.rows > STEPPED_ROWS:
+        return None
+    tile = replace(plan.gate_up, columns=columns, warps=columns // 32)
+    found = fit(tile, plan.rows, problem.itemsize, problem.bits[0], device)
+    return found if found.columns == columns else None
 
 
 def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
@@ -215,7 +262,7 @@ def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
     elif rows >= 64:
         first = Tile(128, 64, 8 if crowded else 4, 4)
     else:
-        first = Tile(128 if rows >= 32 else 64, 128, 4, 4)
+        first = Tile(LEAST_COLUMNS, 128, 4, 4)
     if hopper and (rows < 64 or packed):  # few rows, or weights that are decoded into the left operand's registers
         first = replace(first, swap=True)
     if device.capability >= (9, 0) and rows >= 64 and not packed:
@@ -225,13 +272,19 @@ def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
         first = Tile(128 if hopper else 64, 128, warps, 4, tensor_map=device.capability >= (9, 0))
     if problem.itemsize == 4:
         first = replace(first, columns=64, depth=32, warps=8 if rows >= MOST_ROWS else 4, stages=3, tensor_map=False)
-    gate_up, down = (fit(first, rows, problem.itemsize, bits, device) for bits in problem.bits)
+    tiles = [first, first]
+    if rows < 64 and problem.itemsize != 4:
+        wide = rows >= 32 and device.shared_memory > 128 << 10
+        tiles = [replace(first, columns=128 if bits < 9 or wide else LEAST_COLUMNS) for bits in problem.bits]
+    gate_up, down = (
+        fit(tile, rows, problem.itemsize, bits, device) for tile, bits in zip(tiles, problem.bits, strict=True)
+    )
     return gate_up, down
 
 
 def fit(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> Tile:
     """The same tile with as many loads in flight as the device's shared memory holds, at least two."""
-    while shared_bytes(tile, rows, itemsize, bits) > device.shared_memory:
+    while shared_bytes(tile, rows, itemsize, bits, device) > device.shared_memory:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
         elif tile.depth > 32:
@@ -241,9 +294,19 @@ def fit(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> Ti
     return tile
 
 
-def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float) -> int:
-    """Shared memory of a program, at most: the rows and weights in flight, and weights decoded once where packed."""
+def loaded_bytes(tile: Tile, bits: float) -> int:
+    """Weights that a program asks for at once, without their scales."""
+    return tile.columns * tile.depth * int(bits) // 8
+
+
+def shared_bytes(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> int:
+    """Shared memory of a program, at most: the rows and weights in flight, and weights decoded once where packed.
+
+    In low tiles of 16-bit rows these go from the bytes in flight to registers and never back. Where both operands do,
+    before Hopper and after it, the memory of a step is free when its product begins.
+    """
     weights = tile.columns * tile.depth
     flight = rows * tile.depth * itemsize + int(weights * bits / 8)
-    decoded = weights * itemsize if bits < 8 * itemsize else 0
-    return max(tile.stages * flight + decoded, rows * tile.columns * 4)
+    decoded = weights * itemsize if bits < 8 * itemsize and (rows >= 64 or itemsize == 4) else 0
+    is_free = device.capability[0] != 9 and (rows < 64 or itemsize == 1)
+    return max((tile.stages - is_free) * flight + decoded, rows * tile.columns * 4) + _EXCHANGED

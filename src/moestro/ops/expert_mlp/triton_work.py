@@ -35,7 +35,7 @@ class Work:
         x_stride: from row to row of x.
         block: rows of a block; 0 where pairs are not ordered.
         launches: gate_up, down and the sum over slots, then those that order rows and round them before each product;
-            None for the one that orders them where it takes two, and for what is not done.
+            None for the one that orders them where it takes two, and for what is not done or is part of gate_up.
         programs: of the first three.
         gate_up, down: the arguments of these two that describe weights.
         roundings: how the rows that meet gate_up and down are inputs; empty where they are floats.
@@ -71,15 +71,18 @@ class Work:
         gate_up, down, *_ = self.launches
         h, pieces, *more = spaces
         rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
-        left, stride, scales = x, self.x_stride, None
+        left, stride, scales, right, right_scales = x, self.x_stride, None, h, None
         if self.roundings:
-            left, stride, scales = self._converted(0, x, stride, more[-4:-2])
+            left, scales, right, right_scales = more[-4:]
+            self._round(0, x, stride, (left, scales))
+            stride = self.roundings[0].size
+        alone = len(self.roundings) > 1 and self.launches[5] is not None
+        to = (h, None) if alone else (right, right_scales)
         if inner:
-            gate_up(self.programs[0], left, stride, rows, *self.gate_up, h, *self.sizes, scales)
-        left, scales = h, None
-        if self.roundings:
-            left, _, scales = self._converted(1, h, inner, more[-2:])
-        down(self.programs[1], left, rows, *self.down, pieces, *self.sizes, scales)
+            gate_up(self.programs[0], left, stride, rows, *self.gate_up, *to, *self.sizes, scales)
+        if alone:
+            self._round(1, h, inner, (right, right_scales))
+        down(self.programs[1], right, rows, *self.down, pieces, *self.sizes, right_scales)
 
     def _ordered(self, ids: Any, weights: Any, more: Sequence[Any]) -> Rows:
         (_, top_k, num_experts), sort = self.tokens, self.launches[3]
@@ -90,12 +93,11 @@ class Work:
             sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
         return Rows(ids, weights, top_k, num_experts, *placed)
 
-    def _converted(self, which: int, rows: Any, stride: int, spaces: Sequence[Any]) -> tuple[Any, int, Any]:
-        """Of the rows that meet a product: their codes, how far these are apart, and their scales."""
-        codes, scales = spaces
-        rounding, launch = self.roundings[which], self.launches[4 + which]
-        launch((self.tokens[0], self.sizes[0])[which], rows, stride, codes, scales, rounding.size, rounding.count)
-        return codes, rounding.size, scales
+    def _round(self, which: int, rows: Any, stride: int, to: tuple[Any, Any]) -> None:
+        """Launch what rounds the rows that meet a product to codes and scales."""
+        of, launch = self.roundings[which], self.launches[4 + which]
+        count = (self.tokens[0], self.sizes[0])[which] * of.parts
+        launch(count, rows, stride, *to, of.size, of.count, of.parts)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """The result [T, H] for tensors that lie as those that this was made for."""
@@ -110,11 +112,15 @@ class Work:
         uses = [KernelUse("order rows", "rows_kernel", num_experts, num_pairs)] if self.launches[3] is not None else []
         if self.block and self.launches[3] is None:
             uses += [KernelUse("order rows", "count_kernel, place_kernel", 2, num_pairs)]
-        inputs = [KernelUse("round inputs", "round_rows_kernel", n, n) for n in (num_tokens, num_pairs)]
+        inputs = [
+            KernelUse("round inputs", "round_rows_kernel", rows * rounding.parts, rows)
+            for rows, rounding, launch in zip((num_tokens, num_pairs), self.roundings, self.launches[4:], strict=False)
+            if launch is not None
+        ]
         first, last, add = self.programs
-        uses += inputs[:1] if self.roundings else []
+        uses += inputs[:1]
         uses += [KernelUse("gate_up", "gate_up_kernel", first, num_pairs)] if inner else []
-        uses += inputs[1:] if self.roundings else []
+        uses += inputs[1:]
         return (
             *uses,
             KernelUse("down", "down_kernel", last, num_pairs),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ def prepare(scores: Tensor, k: int) -> Prepared | str:
         return reason
     num_tokens, num_experts = scores.shape
     stride = scores.stride(0) if scores.stride(1) == 1 else num_experts
-    launch, block_t = _launch(num_experts, k, scores.dtype, (*gpu.aligned(scores), stride == 1, stride % 16 == 0))
+    launch, block_t = _launch(num_experts, k, scores.dtype)
     integers = _BITS[scores.dtype][0]
 
     def compute(scores: Tensor, k: int) -> Tensor:
@@ -57,17 +55,18 @@ def why_unsupported(scores: Tensor, k: int) -> str | None:
     return tuning.why_no_program(scores.shape[-1], k)
 
 
-def _launch(num_experts: int, k: int, dtype: torch.dtype, given: tuple[Hashable, ...]) -> tuple[gpu.Launch, int]:
-    """The launch for scores [T, E] of a dtype, and the tokens of a program; `given` is what Triton would look for."""
+def _launch(num_experts: int, k: int, dtype: torch.dtype) -> tuple[gpu.Launch, int]:
+    """The launch for scores [T, E] of a dtype, and the tokens of a program."""
     integers, infinity = _BITS[dtype]
     block_t, block_e, warps = tuning.tile(num_experts)
-    values = (
-        ("E", num_experts),
-        ("TOP_K", k),
-        ("WIDE", integers == torch.int32),
-        ("INFINITY", infinity),
-        ("BLOCK_T", block_t),
-        ("BLOCK_E", block_e),
-        ("BLOCK_K", tuning.power_of_two(k)),
-    )
-    return gpu.kept(gpu.kernels(__package__).topk_kernel, values, (("num_warps", warps), *ASSERTING), given), block_t
+    values = {
+        "E": num_experts,
+        "TOP_K": k,
+        "WIDE": integers == torch.int32,
+        "INFINITY": infinity,
+        "BLOCK_T": block_t,
+        "BLOCK_E": block_e,
+        "BLOCK_K": tuning.power_of_two(k),
+    }
+    resources = {"num_warps": warps, **dict(ASSERTING)}
+    return gpu.Launch(gpu.kernels(__package__).topk_kernel, values, resources), block_t

@@ -1,0 +1,160 @@
+"""Inputs of down rounded by gate_up, where a tile of it has a whole block of them: the bits of a launch for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moestro import Activation, ExpertWeights, Routing, reference
+from moestro.bench.layers import LAYERS
+from moestro.formats import FORMATS
+from moestro.ops import gpu
+from moestro.ops.expert_mlp import triton_tuning
+from moestro.ops.expert_mlp.triton_launch import work
+from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile
+from moestro.tolerances import LOW_PRECISION_INPUT, too_far
+from moestro.types import GPT_OSS_SWIGLU
+from tolerances import bit_equal
+
+from . import problems
+from .stored import apart
+from .triton_calls import launch
+
+FORMAT, BLOCK = "fp8-e4m3-b128", 128
+TILE = Tile(columns=64, depth=128, stages=2)
+ALONE = Plan("grouped", "rounded by a launch", ordered=True, block=16, rows=16, gate_up=TILE, down=TILE)
+PLANS = {
+    "ordered": ALONE,
+    "swapped": replace(ALONE, gate_up=replace(TILE, swap=True), down=replace(TILE, swap=True)),
+    "pairs": replace(ALONE, ordered=False, block=1),
+    "split": replace(ALONE, splits=2, block=3),
+    "tails": replace(ALONE, rows=32, block=32, tails=1),
+    "persistent": replace(ALONE, programs=3, block=5, wide=False),
+}
+ACTIVATIONS = (GPT_OSS_SWIGLU, Activation(), Activation("relu2", gated=False))
+H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
+
+
+@pytest.fixture(autouse=True)
+def _forced(triton_device: torch.device) -> None:
+    torch.set_default_device(triton_device)
+    yield
+    torch.set_default_device(None)
+
+
+def case(activation: Activation, inner: int = 168, num_tokens: int = 7) -> tuple[torch.Tensor, Routing, ExpertWeights]:
+    """H and I off every block, an expert of many rows, one of few, one of none and empty slots."""
+    sizes = problems.Sizes(num_tokens, 144, inner, 4, 2)
+    weights = problems.weights(sizes, activation, torch.float32, bias=True)
+    weights = weights.quantize(FORMAT, input_format="fp8-e4m3")
+    ids = torch.zeros(num_tokens, 2, dtype=torch.long)
+    ids[:, 1] = -1
+    ids[:2, 1] = torch.tensor([2, 3])
+    ids[3] = -1
+    routing = Routing(ids, torch.rand(num_tokens, 2).masked_fill(ids < 0, torch.nan))
+    return torch.randn(num_tokens, 144), routing, weights
+
+
+def wide(how: Plan, weights: ExpertWeights) -> Plan:
+    """The same with a tile of gate_up that has a block of the inputs of down."""
+    halves = 2 if weights.activation.gated else 1
+    return replace(how, gate_up=replace(how.gate_up, columns=halves * BLOCK))
+
+
+def kernels(x: torch.Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> list[str]:
+    return [use.kernel for use in work(x, routing, weights, how, torch.float8_e4m3fn).uses()]
+
+
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize("name", PLANS)
+def test_bits_are_those_of_a_launch_of_its_own(name):
+    how, turn = PLANS[name], list(PLANS).index(name)
+    x, routing, weights = case(ACTIVATIONS[turn % 3], num_tokens=21 if how.tails else 7)
+    routing = replace(routing, weight_on="input" if turn % 2 else "output")
+    for stored in (weights, apart(weights)) if turn == 0 else (weights,):
+        fused = wide(how, stored)
+        assert kernels(x, routing, stored, how).count("round_rows_kernel") == 2
+        assert kernels(x, routing, stored, fused).count("round_rows_kernel") == 1
+        y = launch(x, routing, stored, fused)
+        assert bit_equal(y, launch(x, routing, stored, how))
+        assert bit_equal(y, launch(x, routing, stored, fused))
+        found = too_far(y, reference.expert_mlp(x, routing, stored), LOW_PRECISION_INPUT / 4)
+        assert found is None, found
+        assert (y[3] == 0).all()
+
+
+@pytest.mark.parametrize("inner", [1, 127, 129])
+def test_blocks_that_are_not_whole(inner):
+    """What a tile computes beyond I is another row's: no largest magnitude may come from there."""
+    x, routing, weights = case(GPT_OSS_SWIGLU, inner)
+    y = launch(x, routing, weights, wide(ALONE, weights))
+    assert bit_equal(y, launch(x, routing, weights, ALONE))
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    for value in (-torch.inf, torch.nan):
+        x, routing, weights = case(GPT_OSS_SWIGLU)
+        x[5, 3] = value
+        y, expected = (launch(x, routing, weights, how) for how in (wide(ALONE, weights), ALONE))
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert y[5].isnan().all()
+        assert torch.isfinite(y[[0, 1, 2, 3, 4, 6]]).all()
+
+
+def test_no_float32_stands_between_the_products():
+    """A byte a number and a scale a block, where there were four and the bytes they were rounded to."""
+    x, routing, weights = case(GPT_OSS_SWIGLU)
+    pairs, inner = 14, 168
+    sizes = [
+        sum(n * dtype.itemsize for n, dtype in work(x, routing, weights, how, torch.float8_e4m3fn).spaces)
+        for how in (ALONE, wide(ALONE, weights))
+    ]
+    assert sizes[0] - sizes[1] == 4 * pairs * inner
+
+
+def problem(layer: str, num_tokens: int, form: str = FORMAT) -> Problem:
+    spec, bits, columns = LAYERS[layer], FORMATS[form].bits, FORMATS[form].scaling.columns
+    sizes = num_tokens, spec.top_k, spec.num_experts, spec.hidden_size, spec.intermediate_size
+    return Problem(*sizes, 2, 1, (bits, bits), columns, columns)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gate_up_rounds_where_every_multiprocessor_still_has_a_tile(layer):
+    for num_tokens in (1, 4, 64, 512, 4096):
+        asked = problem(layer, num_tokens)
+        for device in (H200, gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))):
+            how = triton_tuning.choose(asked, device, ("auto", None), False)
+            blocks = min(asked.num_pairs, asked.num_experts)
+            tiles = blocks * -(-asked.intermediate_size // BLOCK)
+            assert (how.gate_up.columns == 2 * BLOCK) is (tiles >= device.num_sms * 7 // 8 or how.rows > 16), num_tokens
+            assert how.gate_up.stages >= 3  # two loads on their way at least, one of them behind a product
+            assert how.gate_up.warps == (8 if how.gate_up.columns == 2 * BLOCK else 4)
+    rows = triton_tuning.choose(problem(layer, 4096, "fp8-e4m3-channel"), H200, ("auto", None), False)
+    assert rows.gate_up.columns == 128  # a scale a row: its largest is known when the last tile is
+
+
+def test_bits_that_must_not_depend_on_the_batch_are_rounded_in_one_place():
+    for device in (H200, gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))):
+        plans = {triton_tuning.choose(problem("olmoe", t), device, ("auto", None), True) for t in (1, 7, 64, 4096)}
+        assert [how.gate_up.columns for how in plans] == [2 * BLOCK]
+
+
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize(("num_tokens", "rows", "is_mapped"), [(16, 16, False), (4096, 64, True)])
+def test_the_plans_of_an_h200_have_the_bits_of_a_launch_for_it(num_tokens, rows, is_mapped):
+    """Tile by tile as they are, 256 rows of weights at once, on three experts; also through tensor maps."""
+    how = triton_tuning.choose(problem("qwen3-30b-a3b", num_tokens), H200, ("auto", None), False)
+    assert (how.rows, how.gate_up.columns, how.gate_up.tensor_map) == (rows, 256, is_mapped)
+    sizes = problems.Sizes(how.block + 9, 256, 160 if is_mapped else 256, 3, 2)
+    weights = problems.weights(sizes, Activation(), torch.float32).quantize(FORMAT, input_format="fp8-e4m3")
+    routing, x = problems.routing(sizes, kind="random"), torch.randn(sizes.num_tokens, 256).bfloat16()
+    how = replace(how, programs=5 if how.programs else 0)
+    alone = replace(how, gate_up=replace(how.gate_up, columns=128, warps=4))
+    y = launch(x, routing, weights, how)
+    assert bit_equal(y, launch(x, routing, weights, alone))
+    pointers = replace(how, gate_up=replace(how.gate_up, tensor_map=False), down=replace(how.down, tensor_map=False))
+    assert bit_equal(y, launch(x, routing, weights, pointers))
+    found = too_far(y.float(), reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
+    assert found is None, found
