@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from moestro import machine
+from moestro import machine, settings
 from moestro.cli import app
 from moestro.machine import Roof
-from moestro.ops import dispatch
+from moestro.ops import dispatch, measured, native
+from moestro.ops.expert_mlp import costs
 from moestro.ops.topk import TOPK
 
 
@@ -36,6 +38,24 @@ def test_json() -> None:
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert found["machine"]["features"] == machine.features()
     assert found["roof"] is found["peaks"] is None
+
+
+@pytest.mark.skipif(native.module is None, reason="there is no engine")
+def test_what_is_measured_is_kept_and_listed(roofs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(settings, "MEASURES", True)
+    costs.costs.cache_clear()
+    costs._read_rate.cache_clear()
+    assert json.loads(run("--json").stdout)["costs"] == {}
+    found = json.loads(run("--measure", "--json").stdout)["costs"]
+    assert any("mxfp4" in name for name in found)
+    kept = json.loads(run("--json").stdout)["costs"]
+    assert kept.items() >= found.items()
+    assert all(name.split(",")[0] in run().stdout for name in found)
+    measured.forget()
+    assert measured.read() == {}
+    costs.costs.cache_clear()
+    costs._read_rate.cache_clear()
 
 
 def test_the_build_of_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

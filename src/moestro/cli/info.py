@@ -42,6 +42,7 @@ def collect(measure: bool) -> dict[str, Any]:
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     versions = {"moestro": moestro.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     others = {name: _version(name) for name in PACKAGES}
+    costs = _costs(measure)
     roofs = {name: asdict(machine.measure(getattr(torch, name))) for name in MEASURED} if measure else None
     return {
         "versions": versions | others,
@@ -50,13 +51,13 @@ def collect(measure: bool) -> dict[str, Any]:
         "implementations": _implementations("cuda" if gpus else "cpu"),
         "roof": roofs,
         "peaks": machine.peaks() if measure else None,
-        "costs": _costs(measure),
+        "costs": costs,
         "gpu_rates": [{**machine.bandwidths(d), **machine.matrix_rates(d)} for d in gpus] if measure else None,
     }
 
 
 def _costs(measure: bool) -> dict[str, list[float]]:
-    """What was measured on this machine to choose implementations by, that of two common formats now if asked."""
+    """What was measured on this machine to choose by; if asked, anew, and for two common formats now."""
     import torch
 
     from moestro import Routing, formats, settings
@@ -64,6 +65,7 @@ def _costs(measure: bool) -> dict[str, list[float]]:
     from moestro.ops.expert_mlp import costs, cpu
 
     if measure and settings.MEASURES:
+        measured.forget()  # what was found while the machine was busy is wrong for good
         routing = Routing(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
         for name in ("bfloat16", "mxfp4"):
             with torch.no_grad():
@@ -131,7 +133,7 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     rows["measured, to choose implementations by"] = [
         (name, f"{len(numbers)} numbers, {1e12 * min(numbers[1:]):,.0f} ps a weight at the least")
         if len(numbers) > 1
-        else (name, f"{numbers[0]:,.0f}")
+        else (name, f"{numbers[0] / 1e9:,.1f} GB/s" if name.endswith("read") else f"{numbers[0]:,.0f}")
         for name, numbers in found["costs"].items()
     ] or [("nothing yet", "a layer measures what it needs when it first runs, and so does --measure")]
     if found["roof"] is None:

@@ -46,6 +46,13 @@ def read() -> dict[str, list[float]]:
     return {name: list(n) for name, n in found.items() if _is_numbers(n)} if isinstance(found, dict) else {}
 
 
+def forget() -> None:
+    """Measure on this machine again when something is needed, from the next process on."""
+    every = _read_all()
+    if every.pop(_machine(), None) is not None:
+        _write(every)
+
+
 def path() -> Path:
     """Where it is kept; a RuntimeError for a user without a home."""
     return settings.cache_folder() / FILE
@@ -86,10 +93,14 @@ def _read_all() -> dict[str, Any]:
 
 
 def _keep(found: dict[str, list[float]]) -> None:
-    """Write it whole or not at all; where nothing can be written, the next process measures again."""
     every = _read_all()
     before = every.get(_machine())
     every[_machine()] = (before if isinstance(before, dict) else {}) | found
+    _write(every)
+
+
+def _write(every: dict[str, Any]) -> None:
+    """Whole or not at all; where nothing can be written, the next process measures again."""
     try:
         place = path()
         place.parent.mkdir(parents=True, exist_ok=True)
