@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moestro import MoE, SharedExperts, TopKRouter
+from moestro.moe import balance_loss
 from moestro.parallel import MeshFlow, Peers, Placement, SequenceParallel, make_mesh
 from moestro.reference import one_expert
+from moestro.routing import switch_balance_loss
 from moestro.tolerances import disagreement
 from parallel.cases import Layer, experts_of
 
@@ -83,6 +85,31 @@ def from_metadata(case):
             y = one_expert(found.x[block].float(), weights, e) * found.routing_weights[block, None]
             parts += zip(found.sources[block].tolist(), found.positions[block].tolist(), y, strict=True)
     return parts, layer(x), dist.get_rank()
+
+
+def evenness(logits, routing):
+    return switch_balance_loss(logits.softmax(-1), routing)
+
+
+def balanced(case, kind):
+    """Whether a layer that is cut hands on the loss of the tokens that this rank has routed, as it was given it."""
+    layer = whole_layer(case).train()
+    layer.balance = evenness
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    if kind == "flow":
+        mesh = rows_and_columns(case)
+        each = 64 // case.mesh[1]
+        column = mesh.get_local_rank("columns")
+        cut = MeshFlow.of(layer, mesh)
+        cut(x[:, column * each : (column + 1) * each].contiguous())
+        routed = x
+    else:
+        mesh = make_mesh(*case.mesh)
+        cut = SequenceParallel.of(layer, mesh, None, 1)
+        cut(x)
+        rank = cut.place.peers.rank
+        routed = x[4 * rank : 4 * (rank + 1)]
+    return disagreement(balance_loss(cut), evenness(layer.router.logits(routed), layer.router(routed)))
 
 
 def gradients(case):

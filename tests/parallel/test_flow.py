@@ -62,6 +62,11 @@ def test_the_metadata_says_what_is_computed_and_where_it_belongs(group, case):
     assert sum(len(parts) for parts, _, _ in found) == sum(case.tokens[:2]) * case.top_k
 
 
+def test_a_layer_keeps_what_balances_it(group):
+    assert group(2).run(flows.balanced, Flow((1, 2)), "flow") == [None] * 2
+    assert group(2).run(flows.balanced, Flow((1, 2, 1)), "sequence") == [None] * 2
+
+
 def test_gradients(group):
     assert group(4).run(flows.gradients, Flow((2, 2), shared=True)) == [None] * 4
 

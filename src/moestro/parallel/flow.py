@@ -165,7 +165,8 @@ class MeshFlow(nn.Module):
         own = take_experts(experts.weights, placed.experts[row * columns + column])
         shared = None if layer.shared_experts is None else SharedSlice.of(layer.shared_experts, column, columns)
         kept = Experts.from_weights(own, experts.strategy)
-        made = MoE(layer.router, kept, shared, layer.rewrite, dispatcher).train(layer.training)
+        given = layer.rewrite, dispatcher, layer.balance
+        made = MoE(layer.router, kept, shared, *given).train(layer.training)
         return cls(made, along_row, name)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -98,7 +98,8 @@ class SequenceParallel(nn.Module):
         peers = Peers.of(ranks_along(mesh, "ep", "tp"), timeout)
         place = Place(cut.placement, peers, None, mesh_place(mesh, "ep"), name)
         own = keep_own(layer.experts, cut)
-        made = MoE(layer.router, own, layer.shared_experts, layer.rewrite, dispatcher=AllGatherDispatcher(place))
+        given = layer.shared_experts, layer.rewrite, AllGatherDispatcher(place), layer.balance
+        made = MoE(layer.router, own, *given)
         return cls(made.train(layer.training), place, shard_tokens)
 
     def mode(self, num_tokens: int) -> Literal["shards", "slices"]:
@@ -170,7 +171,9 @@ class SequenceParallel(nn.Module):
         if not has_digest(self.place.peers, x.device):
             return None
         last = [len(x) * (i + 1) // PROBES - 1 for i in range(PROBES)]
-        return routing_digest(self.place.peers, self.layer.route(x[[i for i in last if i >= 0]]).expert_ids)
+        with torch.no_grad():  # which balances nothing
+            routing = self.layer.route(x[[i for i in last if i >= 0]])
+        return routing_digest(self.place.peers, routing.expert_ids)
 
     def _own_experts(self, x: Tensor, routing: Routing) -> Tensor:
         """What this rank's experts add to all tokens."""
