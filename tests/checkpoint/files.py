@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import struct
@@ -79,3 +80,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def sparse(path: Path, nbytes: int) -> Path:
+    """A file of float32 zeros that takes no space."""
+    text = json.dumps({"x": described(0, nbytes)}).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(packed(text))
+    os.truncate(path, 8 + len(text) + nbytes)
+    return path

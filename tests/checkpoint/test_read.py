@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpoint.files import described, every_dtype, index, packed, parts, refusal, resident, same_bits, written
-from moestro.checkpoint import Checkpoint, header, open_checkpoint, read
+from checkpoint.files import described, every_dtype, index, packed, parts, refusal, resident, same_bits, sparse, written
+from moestro.checkpoint import Checkpoint, header, open_checkpoint
 from moestro.checkpoint.header import MAX_HEADER_BYTES
 from moestro.errors import InvalidInputError, MoestroError, UnsupportedError
 
@@ -349,15 +348,6 @@ def test_a_tensor_in_two_files_of_a_list(tmp_path: Path) -> None:
 # Mapping
 
 
-def sparse(path: Path, nbytes: int) -> Path:
-    """A file of float32 zeros that takes no space."""
-    text = json.dumps({"x": described(0, nbytes)}).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(packed(text))
-    os.truncate(path, 8 + len(text) + nbytes)
-    return path
-
-
 def test_opening_costs_no_memory_whatever_the_size(tmp_path: Path) -> None:
     """More than this machine has, too: a writable mapping of that size needs MAP_NORESERVE."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -384,48 +374,6 @@ def test_no_address_space(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert f"{path}: Cannot allocate memory on mapping it" in found["got"]
     assert "ulimit -v" in found["fix"]
-
-
-def test_released_pages_leave_memory(tmp_path: Path) -> None:
-    nbytes = 2**27
-    checkpoint = open_checkpoint(sparse(tmp_path / ONE, nbytes))
-    tensor = checkpoint.tensor("x")
-    before = resident()
-    assert tensor.sum().item() == 0
-    assert resident() - before > nbytes // 2
-    checkpoint.release("x")
-    assert resident() - before < nbytes // 8
-    assert tensor.sum().item() == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps pages ahead of their use")
-def test_fetched_pages_are_there_before_they_are_read(tmp_path: Path) -> None:
-    nbytes = 2**27
-    checkpoint = open_checkpoint(sparse(tmp_path / ONE, nbytes))
-    before = resident()
-    pieces = list(checkpoint.fetch("x"))
-    if not pieces:
-        pytest.skip("this system cannot, before Linux 5.14")
-    assert nbytes <= sum(pieces) < nbytes + 2**16
-    assert resident() - before > nbytes // 2
-
-
-def test_nothing_is_fetched_where_the_system_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "_POPULATE_READ", 12345)
-    assert list(open_checkpoint(sparse(tmp_path / ONE, 2**20)).fetch("x")) == []
-
-
-def test_release_leaves_the_neighbours_alone(tmp_path: Path) -> None:
-    tensors = {name: torch.full((1500,), float(i)) for i, name in enumerate("abc")}
-    save_file(tensors, tmp_path / ONE)
-    checkpoint = open_checkpoint(tmp_path)
-    mapped = {name: checkpoint.tensor(name) for name in tensors}
-    mapped["a"].fill_(7.0)
-    mapped["c"].fill_(8.0)
-    checkpoint.release("b")
-    assert mapped["a"].eq(7).all()
-    assert mapped["c"].eq(8).all()
-    assert torch.equal(mapped["b"], tensors["b"])
 
 
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, PackedTensor, SplitTensor, quantize
 from moestro.ops import dispatch
-from moestro.ops.expert_mlp import EXPERT_MLP, cpu, triton, tuning
+from moestro.ops.expert_mlp import EXPERT_MLP, cpu, triton
 from tolerances import assert_close, bit_equal
 
 from . import problems
@@ -261,27 +261,6 @@ def test_the_best_is_picked_by_itself(calls, parts):
     with torch.no_grad():
         moestro.expert_mlp(x, routing, weights)
     assert calls == [RUNNING[0].name]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_long_rows_and_many_tokens_are_left_to_torch(monkeypatch, dtype):
-    """By shape alone, and only while nothing is forced and PyTorch was not asked for the same bits every time."""
-    monkeypatch.setattr(tuning, "multiplies_bfloat16", lambda: False)  # which leaves fewer rows to torch
-    weights = ExpertWeights.from_dense(torch.zeros(1, 2, 8193, dtype=dtype), torch.zeros(1, 8193, 1, dtype=dtype))
-    x = torch.zeros(49, 8193, dtype=dtype)
-
-    def reasons(num_tokens):
-        routing = Routing(torch.zeros(num_tokens, 1, dtype=torch.long), torch.ones(num_tokens, 1))
-        found = moestro.explain(moestro.expert_mlp, x[:num_tokens], routing, weights).candidates
-        return [c.reason or "" for c in found if c.name.startswith("cpu-")]
-
-    assert "" in reasons(49)  # tests ask for deterministic algorithms
-    torch.use_deterministic_algorithms(False)
-    assert "" not in reasons(49)
-    assert any("faster from 48 rows" in reason for reason in reasons(49))
-    assert not any("faster from 48 rows" in reason for reason in reasons(48))
-    with moestro.use(implementation="cpu-portable"):
-        assert reasons(49)[-1] == ""
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -1,0 +1,55 @@
+"""Pages of mapped files: given back, and mapped ahead of their use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint.files import resident, sparse
+from moestro.checkpoint import open_checkpoint, read
+
+
+def test_released_pages_leave_memory(tmp_path: Path) -> None:
+    nbytes = 2**27
+    checkpoint = open_checkpoint(sparse(tmp_path / "model.safetensors", nbytes))
+    tensor = checkpoint.tensor("x")
+    before = resident()
+    assert tensor.sum().item() == 0
+    assert resident() - before > nbytes // 2
+    checkpoint.release("x")
+    assert resident() - before < nbytes // 8
+    assert tensor.sum().item() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps pages ahead of their use")
+def test_fetched_pages_are_there_before_they_are_read(tmp_path: Path) -> None:
+    nbytes = 2**27
+    checkpoint = open_checkpoint(sparse(tmp_path / "model.safetensors", nbytes))
+    before = resident()
+    pieces = list(checkpoint.fetch("x"))
+    if not pieces:
+        pytest.skip("this system cannot, before Linux 5.14")
+    assert nbytes <= sum(pieces) < nbytes + 2**16
+    assert resident() - before > nbytes // 2
+
+
+def test_nothing_is_fetched_where_the_system_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "_POPULATE_READ", 12345)
+    assert list(open_checkpoint(sparse(tmp_path / "model.safetensors", 2**20)).fetch("x")) == []
+
+
+def test_release_leaves_the_neighbours_alone(tmp_path: Path) -> None:
+    tensors = {name: torch.full((1500,), float(i)) for i, name in enumerate("abc")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    mapped = {name: checkpoint.tensor(name) for name in tensors}
+    mapped["a"].fill_(7.0)
+    mapped["c"].fill_(8.0)
+    checkpoint.release("b")
+    assert mapped["a"].eq(7).all()
+    assert mapped["c"].eq(8).all()
+    assert torch.equal(mapped["b"], tensors["b"])
