@@ -29,7 +29,7 @@ def points(results: Path = RESULTS) -> Iterator[list[dict[str, Any]]]:
         stored = json.loads(file.read_text())
         if "gpu" in stored.get("machine", {}):
             continue  # of another kind of machine
-        for row in stored["rows"]:
+        for row in stored.get("rows", ()):
             if "layer" in row:
                 key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
                 found.setdefault(key, []).append(row)
