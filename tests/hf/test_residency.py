@@ -54,6 +54,9 @@ def test_what_fits_is_fetched_when_it_is_loaded(made, monkeypatch):
     fetch, start = Checkpoint.fetch, residency.Residency.fetch
     monkeypatch.setattr(Checkpoint, "fetch", lambda self, name: fetched.append(name) or fetch(self, name))
     monkeypatch.setattr(residency.Residency, "fetch", lambda *a: threads.append(start(*a)) or threads[-1])
+    moestro.load(made.folder("gpt-oss-20b"))
+    assert threads.pop() is None
+    monkeypatch.setattr(residency, "LEAST_FETCHED", 1)
     model = moestro.load(made.folder("gpt-oss-20b"))
     threads.pop().join()
     assert fetched == [name for store in stores(model) for name in store.tensors]

@@ -17,6 +17,9 @@ from moestro.machine import memory_bytes
 SHARE = 0.75
 """Of the memory this process may hold: while it takes up more, layers give their mapped pages back after their use."""
 
+LEAST_FETCHED = 1 << 30
+"""Bytes of experts from which on pages are mapped ahead of their use; fewer are touched in hundredths of a second."""
+
 _STATM = "/proc/self/statm"
 
 
@@ -36,11 +39,13 @@ class Residency:
     def fetch(self, names: Iterable[str]) -> threading.Thread | None:
         """Have the pages of these tensors mapped by a thread, so that the first tokens do not wait for each of them.
 
-        Nothing happens, and None is returned, where they and what the process holds come to more than its share.
+        Nothing happens, and None is returned, where they are few, or come with what the process holds to more than
+        its share.
         """
         names = list(names)
-        pages = sum(self._checkpoint.entry(name).nbytes for name in names) // os.sysconf("SC_PAGE_SIZE")
-        if self._limit is None or _resident_pages() + pages > self._limit:
+        nbytes = sum(self._checkpoint.entry(name).nbytes for name in names)
+        pages = nbytes // os.sysconf("SC_PAGE_SIZE")
+        if nbytes < LEAST_FETCHED or self._limit is None or _resident_pages() + pages > self._limit:
             return None
         thread = threading.Thread(target=_fetch, args=(weakref.ref(self._checkpoint), names), daemon=True)
         thread.start()
