@@ -162,6 +162,54 @@ def test_the_smallest_prediction_runs(plain, chosen, monkeypatch):
 
 
 @needs_engine
+def test_only_the_best_set_is_measured(monkeypatch):
+    (isa,) = BEST
+    asked = []
+    monkeypatch.setattr(costs, "costs", lambda way, *_: asked.append(way) or flat(2.0 if way != costs.PLAIN else 1.0))
+    monkeypatch.setattr(costs, "read_rate", lambda: 1e12)
+    arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)
+    explained = moestro.explain(expert_mlp, *arguments)
+    assert set(asked) == {f"cpu-{isa.name}", costs.PLAIN}
+    passed = [c for c in explained.candidates if "predicted" in (c.reason or "")]
+    assert explained.chosen == "torch"
+    assert all(f"and cpu-{isa.name} " in c.reason for c in passed)
+    with moestro.use(implementation="cpu-portable"):
+        moestro.explain(expert_mlp, *arguments)
+    assert "cpu-portable" in asked
+
+
+@needs_engine
+def test_other_threads_have_costs_of_their_own(monkeypatch):
+    (isa,) = BEST
+    names = []
+    sound = [1e-6] * (1 + 2 * len(ROWS))
+    monkeypatch.setattr(measured, "kept", lambda name, *_: names.append(name) or sound)
+    arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            moestro.explain(expert_mlp, *arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert {"1 threads", "2 threads"} <= {name.rpartition(", ")[2] for name in names if name.startswith("cpu-")}
+
+
+@needs_engine
+@pytest.mark.parametrize("damaged", [[], [0.0] * (1 + 2 * len(ROWS)), [-1.0] * (1 + 2 * len(ROWS)), "many", [1e400]])
+def test_damaged_costs_are_measured_over(measures, damaged):
+    (isa,) = BEST
+    arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)
+    moestro.explain(expert_mlp, *arguments)
+    (machine, kept), *_ = json.loads(measures.read_text()).items()
+    measures.write_text(json.dumps({machine: dict.fromkeys(kept, damaged)}))
+    costs.costs.cache_clear()
+    costs._read_rate.cache_clear()
+    found = moestro.explain(expert_mlp, *arguments).predictions
+    assert all(0 < seconds < math.inf for seconds in found.values())
+
+
+@needs_engine
 def test_nothing_is_asked_where_it_may_not_decide(monkeypatch):
     (isa,) = BEST
     arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)

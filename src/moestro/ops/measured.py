@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import tempfile
 import threading
@@ -29,11 +30,11 @@ def measures() -> bool:
     return settings.MEASURES and not job
 
 
-def kept(name: str, measure: Callable[[], list[float]], length: int) -> list[float]:
-    """The `length` numbers of that name, as they were found on this machine before or are measured now."""
+def kept(name: str, measure: Callable[[], list[float]], is_sound: Callable[[list[float]], bool]) -> list[float]:
+    """The numbers of that name: those that were found on this machine before, if they are sound, or measured now."""
     with _ONE_AT_A_TIME:  # threads that measure at once would measure each other
         found = read()
-        if len(found.get(name, ())) != length:
+        if name not in found or not is_sound(found[name]):
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 found[name] = measure()
             _keep(found)
@@ -73,7 +74,7 @@ def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float
 
 
 def _is_numbers(found: object) -> bool:
-    return isinstance(found, list) and all(isinstance(n, (int, float)) and n >= 0 for n in found)
+    return isinstance(found, list) and all(isinstance(n, (int, float)) and math.isfinite(n) for n in found)
 
 
 @functools.cache

@@ -137,9 +137,13 @@ def columns_of(size: int) -> int:
 
 
 @functools.cache
-def costs(way: str, bind: Bind, dtype: torch.dtype, form: str, inputs: InputFormat, columns: int) -> Costs:
-    """Those of one way, an instruction set by its name or plain torch, measured where they are not known."""
-    threads = torch.get_num_threads()
+def costs(
+    way: str, bind: Bind, dtype: torch.dtype, form: str, inputs: InputFormat, columns: int, threads: int
+) -> Costs:
+    """Those of one way, an instruction set by its name or plain torch, measured where they are not known.
+
+    `threads` are PyTorch's.
+    """
     rows, choices = (PLAIN_ROWS, (0,)) if way == PLAIN else (ROWS, (NEVER, 1))
 
     def measure() -> list[float]:
@@ -152,7 +156,8 @@ def costs(way: str, bind: Bind, dtype: torch.dtype, form: str, inputs: InputForm
 
     given = str(dtype).removeprefix("torch.") + ("" if inputs == "float" else f" as {inputs}")
     name = f"{way}: {given} by {form}, {columns} columns, {threads} threads"
-    call, *found = measured.kept(name, measure, 1 + len(rows) * len(choices))
+    count = 1 + len(rows) * len(choices)
+    call, *found = measured.kept(name, measure, lambda numbers: len(numbers) == count and min(numbers) > 0)
     return Costs(rows, call, tuple(found[: len(rows)]), tuple(found[-len(rows) :]))
 
 
@@ -174,7 +179,7 @@ def _read_rate(threads: int) -> float:
         (seconds,) = measured.fastest((memory.sum,), 4 * SECONDS)
         return [memory.nbytes / seconds]
 
-    return measured.kept(f"{threads} threads read", measure, 1)[0]
+    return measured.kept(f"{threads} threads read", measure, lambda numbers: len(numbers) == 1 and numbers[0] > 0)[0]
 
 
 def sample(form: WeightFormat, columns: int, inputs: InputFormat, size: int = 0) -> ExpertWeights:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moestro import settings
 from moestro.errors import UnsupportedError, unsupported
 from moestro.formats import SplitTensor
 from moestro.ops import native
@@ -39,7 +40,8 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     how = walk == "all_experts", token_block, PIECES
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
-    wide = crossover.wide_rows(isa, binder(isa), x, weights)
+    measured = settings.current().implementation is not None or isa is _best(x, routing, weights)
+    wide = crossover.wide_rows(isa, binder(isa), x, weights) if measured else 0
     handle = _handle(isa, x, routing, weights, _rows_of(biases), how, wide)
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
@@ -138,16 +140,23 @@ def _why(walk: str, by: str, token_block: int) -> str:
 
 def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
     """Why the engine cannot compute this with this instruction set; None if it can."""
-    return _cannot(isa, x, routing, weights) or crossover.reason(isa, binder(isa), x, routing, weights)
+    reason = _cannot(isa, x, routing, weights)
+    if reason is not None:
+        return reason
+    best = _best(x, routing, weights) or isa
+    return crossover.reason(best, binder(best), x, routing, weights)
 
 
 def predictions(x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str, float]:
     """Seconds that a call is predicted to take, by implementation: of the best set that can compute it, and of plain
     torch. Empty where nothing is measured."""
-    for isa in native.ISAS:
-        if _cannot(isa, x, routing, weights) is None:
-            return crossover.predictions(isa, binder(isa), x, routing, weights)
-    return {}
+    best = _best(x, routing, weights)
+    return {} if best is None else crossover.predictions(best, binder(best), x, routing, weights)
+
+
+def _best(x: Tensor, routing: Routing, weights: ExpertWeights) -> native.Isa | None:
+    """The first set that can compute it."""
+    return next((isa for isa in native.ISAS if _cannot(isa, x, routing, weights) is None), None)
 
 
 def _cannot(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:

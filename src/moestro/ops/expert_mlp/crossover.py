@@ -30,7 +30,9 @@ def wide_rows(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> 
 
 
 def reason(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
-    """None, or the sentence why plain torch is the better choice for this many rows.
+    """None, or the sentence why plain torch is the better choice for this many rows than any set of the engine.
+
+    `isa` is the best set that can compute the call; lesser ones are not measured.
 
     What this decides depends on the batch, and so do a token's bits then: an implementation that is forced, or
     `torch.use_deterministic_algorithms(True)`, takes one for every batch.
@@ -41,7 +43,7 @@ def reason(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: Exp
     if not found or found["torch"] >= MARGIN * found[f"cpu-{isa.name}"]:
         return None
     return (
-        f"PyTorch's matmuls are predicted to take {1e3 * found['torch']:.2f} ms and it "
+        f"PyTorch's matmuls are predicted to take {1e3 * found['torch']:.2f} ms and cpu-{isa.name} "
         f"{1e3 * found[f'cpu-{isa.name}']:.2f}; forced by name, or with torch.use_deterministic_algorithms, it runs"
     )
 
@@ -67,7 +69,8 @@ def is_measured(x: Tensor, weights: ExpertWeights) -> bool:
 
 def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights: ExpertWeights) -> costs.Costs:
     columns = costs.columns_of(stored.num_columns)
-    return costs.costs(way, bind, x.dtype, stored.format.name, weights.input_format, columns)
+    threads = torch.get_num_threads()
+    return costs.costs(way, bind, x.dtype, stored.format.name, weights.input_format, columns, threads)
 
 
 def _bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:

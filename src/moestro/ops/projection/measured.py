@@ -31,7 +31,8 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
         engine: multiplies rows [T, K] by a matrix [N, K] with this instruction set.
     """
     name = f"cpu-{isa}: {str(dtype).removeprefix('torch.')} linear modules, {num_threads} threads, most rows"
-    return int(measured.kept(name, lambda: [_search(dtype, engine)], 1)[0])
+    known = ([0], *([rows] for rows in STEPS))
+    return int(measured.kept(name, lambda: [_search(dtype, engine)], known.__contains__)[0])
 
 
 def _search(dtype: torch.dtype, engine: Multiply) -> int:

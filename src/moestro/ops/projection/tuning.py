@@ -25,7 +25,7 @@ def slower(isa: Isa, num_rows: int, dtype: torch.dtype, engine: measured.Multipl
     if measures():
         most, how = measured.most_rows(isa.name, dtype, torch.get_num_threads(), engine), "measured on this machine"
     else:
-        most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "so ranks choose alike"
+        most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "where nothing is measured"
     if num_rows > most:
         return f"PyTorch's matmul is faster beyond {most} rows ({num_rows} here), {how}; forced by name it runs"
     return None
