@@ -136,28 +136,44 @@ def columns_of(size: int) -> int:
     return min(max(1 << (size - 1).bit_length(), 256), MOST_COLUMNS)
 
 
-@functools.cache
-def costs(
-    way: str, bind: Bind, dtype: torch.dtype, form: str, inputs: InputFormat, columns: int, threads: int
-) -> Costs:
-    """Those of one way, an instruction set by its name or plain torch, measured where they are not known.
+@dataclass(frozen=True)
+class Sample:
+    """What is timed in place of a layer.
 
-    `threads` are PyTorch's.
+    Attributes:
+        dtype: of the tokens.
+        form: the weights' format, by name.
+        inputs: what the products take of the tokens.
+        columns: of the weights; see `columns_of`.
+        threads: PyTorch's.
     """
+
+    dtype: torch.dtype
+    form: str
+    inputs: InputFormat
+    columns: int
+    threads: int
+
+    def __str__(self) -> str:
+        given = str(self.dtype).removeprefix("torch.") + ("" if self.inputs == "float" else f" as {self.inputs}")
+        return f"{given} by {self.form}, {self.columns} columns, {self.threads} threads"
+
+
+@functools.cache
+def costs(way: str, bind: Bind, case: Sample) -> Costs:
+    """Those of one way, an instruction set by its name or plain torch, measured where they are not known."""
     rows, choices = (PLAIN_ROWS, (0,)) if way == PLAIN else (ROWS, (NEVER, 1))
 
     def measure() -> list[float]:
-        stored = find_format(form)
-        weights, tiny = sample(stored, columns, inputs), sample(stored, 256, inputs, 1)
-        (call,) = _timed(bind, dtype, tiny, 1, choices[:1])
+        stored = find_format(case.form)
+        weights, tiny = sample(stored, case.columns, case.inputs), sample(stored, 256, case.inputs, 1)
+        (call,) = _timed(bind, case.dtype, tiny, 1, choices[:1])
         size = sum(math.prod(each.shape) for each in (weights.gate_up, weights.down))
-        times = [_timed(bind, dtype, weights, n, choices) for n in rows]
+        times = [_timed(bind, case.dtype, weights, n, choices) for n in rows]
         return [call, *(t / size for each in zip(*times, strict=True) for t in _rising(each, call))]
 
-    given = str(dtype).removeprefix("torch.") + ("" if inputs == "float" else f" as {inputs}")
-    name = f"{way}: {given} by {form}, {columns} columns, {threads} threads"
     count = 1 + len(rows) * len(choices)
-    call, *found = measured.kept(name, measure, lambda numbers: len(numbers) == count and min(numbers) > 0)
+    call, *found = measured.kept(f"{way}: {case}", measure, lambda numbers: len(numbers) == count and min(numbers) > 0)
     return Costs(rows, call, tuple(found[: len(rows)]), tuple(found[-len(rows) :]))
 
 

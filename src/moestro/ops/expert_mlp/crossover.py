@@ -69,8 +69,8 @@ def is_measured(x: Tensor, weights: ExpertWeights) -> bool:
 
 def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights: ExpertWeights) -> costs.Costs:
     columns = costs.columns_of(stored.num_columns)
-    threads = torch.get_num_threads()
-    return costs.costs(way, bind, x.dtype, stored.format.name, weights.input_format, columns, threads)
+    case = costs.Sample(x.dtype, stored.format.name, weights.input_format, columns, torch.get_num_threads())
+    return costs.costs(way, bind, case)
 
 
 def _bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
