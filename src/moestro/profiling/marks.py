@@ -16,7 +16,6 @@ STAGES = ("router", "grouping", "experts", "combine", "dense", "attention", "oth
 MOST_SPANS = 200_000
 """That are kept for a trace; sums go on."""
 
-
 MOST_MARKS = 2**16
 """That wait to be added up."""
 
