@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moestro.bench.schema import points_of
+
 RESULTS = Path(__file__).parent / "results"
 LAYERS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral")
 TOKENS = (1, 16, 128, 512, 2048)
@@ -29,7 +31,7 @@ def points(results: Path = RESULTS) -> Iterator[list[dict[str, Any]]]:
         stored = json.loads(file.read_text())
         if "gpu" in stored.get("machine", {}):
             continue  # of another kind of machine
-        for row in stored.get("rows", ()):
+        for row in points_of(stored):
             if "layer" in row:
                 key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
                 found.setdefault(key, []).append(row)
@@ -83,8 +85,9 @@ def _is_fair(peer: dict[str, Any]) -> bool:
 
 
 def _ratio(peer: dict[str, Any], variant: str, first: str) -> float | None:
-    """Of a peer to a variant; older results have it for the first of the point only."""
-    found: float | None = peer.get("ratios", {}).get(variant, peer["ratio"] if variant == first else None)
+    """Of a peer to a variant; older results have it in an object, the oldest for the first of the point only."""
+    older = peer.get("ratios", {}).get(variant, peer["ratio"] if variant == first else None)
+    found: float | None = peer.get(f"ratios.{variant}", older)
     return found
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu.items import Row
+from moestro.bench.schema import points_of
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = (
@@ -151,7 +152,7 @@ def table_rows(page: Path, layers: str, seconds: float) -> list[Row]:
         if pages:
             page.write_text(pages[-1].read_text())
     rows: list[Row] = [{"status": "wrong" if row["status"] == "wrong output" else row["status"], **_slim(row)}
-                       for report in found for row in report["rows"]]  # fmt: skip
+                       for report in found for row in points_of(report)]  # fmt: skip
     goals = [{"status": "ok", "goals": report["goals"]} for report in found if "goals" in report]
     if not rows:
         return [{"tool": "run.py", "status": "failed", "reason": f"it ended with code {code}", "tail": said[-_TAIL:]}]

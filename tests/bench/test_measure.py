@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from documents import check_document
 from moestro import machine
 from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, measure, ours, run
 from moestro.bench.layers import RESERVE_BYTES, expected_output, inputs
@@ -320,15 +321,17 @@ def test_fewer_experts_than_published(tiny, known_roof: Roof, monkeypatch: pytes
 
 def test_json_schema(tiny, known_roof: Roof) -> None:
     report = json.loads(json.dumps(run(plan(tiny("gpt-oss-20b"))).as_json()))
-    assert set(report) == {"command", "date", "machine", "versions", "roofs", "peaks", "notes", "rows"}
-    assert report["roofs"] == {
+    check_document(report)
+    assert report["roof"]["peaks"] == {"fma": 2e11, "vnni": 8e11}
+    assert report["roof"]["dtypes"] == {
         "float32": {"bytes_per_second": 1e10, "flops_per_second": 1e11, "balance": pytest.approx(10)}
     }
     assert set(report["versions"]) >= {"python", "moestro", "torch", "transformers"}
     assert report["machine"]["threads"] == torch.get_num_threads()
-    assert len(report["rows"]) == 4
-    for row in report["rows"]:
-        assert set(row) == {f.name for f in fields(Row)}
+    assert len(report["points"]) == 4
+    for row in report["points"]:
+        names = {name for name in row if not name.startswith("ratios.")}
+        assert names == {f.name for f in fields(Row)} - {"ratios"}
         assert isinstance(row["microseconds"], float)
         assert isinstance(row["num_tokens"], int)
 

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from moestro.bench.schema import SCHEMA, flat
 from source import ROOT
 
 ROW = {"layer": "olmoe", "dtype": "bfloat16", "bits": 4, "num_tokens": 1, "status": "ok", "kind": "peer", "ratio": None}
@@ -74,3 +75,17 @@ def test_short_calls_of_peers_with_other_threads_do_not_count(summary: ModuleTyp
     write(tmp_path, "a", *both, *few, *({**row, "num_tokens": 16} for row in (*both, *few)))
     found = summary.against_best(tmp_path)["olmoe", "mxfp4", "bfloat16"]
     assert found == {1: (1.5, "vllm-int4"), 16: (1.1, "ggml-q4_0")}
+
+
+def test_stored_results_of_before_and_after_there_was_a_schema(summary: ModuleType, tmp_path: Path) -> None:
+    """The same rows, as they are stored now, make the same tables."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    both = (ours("moestro-mxfp4", ratio=None), ours("moestro-nvfp4", ratio=1.5, ratios={"moestro-mxfp4": 1.5}))
+    write(old, "a", *both, peer("fast", 1.5, 1.25), peer("slow", 3.0, 2.5))
+    rows = json.loads((old / "a.json").read_text())["rows"]
+    (new / "a.json").write_text(json.dumps({"schema": SCHEMA, "points": [flat(row) for row in rows]}))
+    assert summary.against_best(old) == summary.against_best(new)
+    assert summary.against_best(new)["olmoe", "nvfp4", "bfloat16"] == {1: (1.25, "fast")}
+    assert len(summary.against_best(summary.RESULTS)) > 10

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from documents import check_document
 from moestro import machine
 from moestro.bench import layers
 from moestro.bench import peers as peers_module
@@ -38,7 +39,11 @@ def test_tables_and_files(tmp_path: Path) -> None:
     for title in ("olmoe float32", "olmoe bfloat16", "mixtral float32", "mixtral bfloat16"):
         assert f"{title} (H 24, I 16, E 6, K " in result.output
     assert picture.stat().st_size > 10_000
-    rows = json.loads(found.read_text())["rows"]
+    document = json.loads(found.read_text())
+    check_document(document)
+    assert document["settings"]["tokens"] == [1, 3]
+    assert document["roof"]["dtypes"]["float32"]["balance"] == 10
+    rows = document["points"]
     assert {row["num_tokens"] for row in rows} == {1, 3}
     assert {row["variant"] for row in rows} == {"moestro", "eager", "batched_mm", "grouped_mm", "torch-grouped_mm"}
 
@@ -53,7 +58,7 @@ def test_the_help_says_what_is_taken_where_nothing_is_given(monkeypatch: pytest.
 def test_json_alone_on_stdout() -> None:
     result = bench("--tokens", "2", "--dtype", "float32", "--peers", "none", "--variant", "grouped,auto", "--json", "-")
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
+    rows = json.loads(result.stdout)["points"]
     assert [row["variant"] for row in rows] == ["moestro-grouped", "moestro"]
     assert [row["ratio"] is None for row in rows] == [True, False]
     assert "olmoe float32" in result.stderr
@@ -63,7 +68,7 @@ def test_formats_are_compared_by_bits() -> None:
     arguments = ("--tokens", "2", "--dtype", "float32", "--formats", "int8,dense,fp8-e4m3-tensor", "--peers", "eager")
     result = bench(*arguments, "--json", "-")
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
+    rows = json.loads(result.stdout)["points"]
     assert [(row["bits"], row["variant"], row["format"]) for row in rows] == [
         (8, "moestro-int8", "int8"),
         (8, "moestro-fp8-e4m3-tensor", "fp8-e4m3-tensor"),
@@ -77,7 +82,7 @@ def test_all_layers_quick() -> None:
     result = CliRunner().invoke(
         app, ["layer", "--layer", "all", "--quick", "--seconds-per-point", "1e-4", "--peers", "none", "--json", "-"]
     )
-    rows = json.loads(result.stdout)["rows"]
+    rows = json.loads(result.stdout)["points"]
     assert {row["layer"] for row in rows} == set(layers.LAYERS)
     assert {row["num_tokens"] for row in rows} == {1, 16, 128}
 
@@ -109,7 +114,7 @@ def test_json_survives_a_failing_plot(tmp_path: Path, monkeypatch: pytest.Monkey
     found = tmp_path / "found.json"
     result = bench("--tokens", "1", "--peers", "none", "--json", str(found), "--plot", str(tmp_path / "roof.png"))
     assert isinstance(result.exception, OSError)
-    assert len(json.loads(found.read_text())["rows"]) == 2
+    assert len(json.loads(found.read_text())["points"]) == 2
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -170,6 +175,6 @@ def test_one_line_where_there_are_no_peers_from_outside(
     monkeypatch.setattr(outside, "_folder", lambda: None)
     result = bench("--tokens", "1", "--dtype", "float32", "--peers", peers, "--json", "-")
     assert result.exit_code == 0, result.output
-    notes = json.loads(result.stdout)["notes"].get("run", [])
+    notes = json.loads(result.stdout)["notes"]
     assert len([note for note in notes if "are in a checkout of moestro" in note]) == lines
     assert not any("vllm" in note for note in notes)

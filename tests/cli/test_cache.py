@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from documents import check_document
 from moestro.cli import app
 from moestro.memory import POLICIES, Trace, cycle_bytes, least_budget, read_trace, total_bytes
 
@@ -88,29 +89,33 @@ def test_json_and_picture(trace_file: Path, trace: Trace, tmp_path: Path) -> Non
     options = ("--budget", ",".join(map(str, budgets)), "--policy", "lru,belady", "--disk", "1.5MB/s")
     found = json.loads(run("cache", trace_file, *options, "--plot", tmp_path / "p.png", "--json").stdout)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert found["bytes_per_second"] == 1.5e6
-    assert (found["least_bytes"], found["total_bytes"]) == budgets
-    assert found["cycle_bytes"] == cycle_bytes(trace.layers)
-    assert [(row["budget"], row["policy"]) for row in found["rows"]] == [
+    check_document(found)
+    settings = found["settings"]
+    assert settings["bytes_per_second"] == 1.5e6
+    assert (settings["least_bytes"], settings["total_bytes"]) == budgets
+    assert settings["cycle_bytes"] == cycle_bytes(trace.layers)
+    assert [(row["budget"], row["policy"]) for row in found["points"]] == [
         (budget, policy) for budget in budgets for policy in ("lru", "belady")
     ]
-    for row in found["rows"]:
-        assert row["hit_rate"] * row["decode"]["lookups"] == pytest.approx(row["decode"]["hits"])
-        assert row["decode"]["lookups"] == 12 * 4
+    for row in found["points"]:
+        assert row["hit_rate"] * row["decode.lookups"] == pytest.approx(row["decode.hits"])
+        assert row["decode.lookups"] == 12 * 4
         if row["token_bytes"]:
             assert row["tokens_per_second"] == pytest.approx(1.5e6 / row["token_bytes"])
-    assert found["rows"][-1]["hit_rate"] == found["rows"][-2]["hit_rate"] > found["rows"][0]["hit_rate"]
+    assert found["points"][-1]["hit_rate"] == found["points"][-2]["hit_rate"] > found["points"][0]["hit_rate"]
 
 
 def test_several_runs_and_a_table_of_numbers(table: Path) -> None:
     once, twice = (
-        json.loads(run("cache", *[table] * count, "--expert-bytes", "1KB", "--policy", "lru", "--json").stdout)
+        json.loads(run("cache", *[table] * count, "--expert-bytes", "1KB", "--policy", "lru", "--json").stdout)[
+            "settings"
+        ]
         for count in (1, 2)
     )
     assert (once["model"], once["experts"], once["total_bytes"]) == ("t.csv", 16, 16_000)
     assert (once["decoded_tokens"], twice["decoded_tokens"]) == (12, 24)
     more = json.loads(run("cache", table, "--expert-bytes", 10, "--experts", 20, "--json").stdout)
-    assert more["experts"] == 40
+    assert more["settings"]["experts"] == 40
 
 
 @pytest.mark.parametrize(

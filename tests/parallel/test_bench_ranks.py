@@ -9,9 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from documents import check_document
 from moestro.bench import ranks
 from moestro.bench.layers import LAYERS, LayerSpec
-from moestro.bench.ranks import RankPlan, RanksReport
+from moestro.bench.ranks import RankPlan
+from moestro.bench.ranks_records import RanksReport
 from moestro.bench.ranks_report import cost_lines, error_lines, headline, pairs_table, stages_table
 from moestro.cli import app
 from moestro.errors import CollectiveError, InvalidInputError
@@ -67,7 +69,7 @@ def test_tables(report):
     assert len(error_lines(report)) == 4
     assert all((row.error > 0) is (row.dispatcher in ranks.IN_8_BITS) for row in report.rows)
     assert "1 process of 3" in cost_lines(report)[0]
-    assert json.loads(json.dumps(report.as_json()))["rows"][0]["imbalance"] == report.rows[0].imbalance
+    assert json.loads(json.dumps(report.as_json()))["points"][0]["imbalance"] == report.rows[0].imbalance
 
 
 def test_the_command_starts_its_own_processes(monkeypatch):
@@ -77,9 +79,9 @@ def test_the_command_starts_its_own_processes(monkeypatch):
     result = CliRunner().invoke(app, ["bench", "parallel", *options])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["ranks"] == 2
-    assert found["exponent"] == 1.0
-    assert found["rows"][0]["row_bytes"] == found["rows"][0]["least_row_bytes"]
+    check_document(found)
+    assert (found["settings"]["ranks"], found["settings"]["exponent"]) == (2, 1.0)
+    assert found["points"][0]["row_bytes"] == found["points"][0]["least_row_bytes"]
     assert "rows / least" in result.stderr
 
 

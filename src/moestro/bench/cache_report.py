@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from moestro.bench.measure import about
 from moestro.bench.report import written
+from moestro.bench.schema import document
 from moestro.memory import Replayed, Trace, cycle_bytes, least_budget, total_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ _NUMBERS = {
     "tokens/s at most": ("tokens_per_second", ",.1f"),
 }
 """Columns: the attribute of a line, and how it is written."""
+
+
+_NO_SETTINGS = ("command", "date", "machine", "versions", "rows")
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,9 @@ class CacheReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps: the attributes by name."""
-        return asdict(self)
+        """Plain values for json.dumps, in the form of every benchmark."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NO_SETTINGS}
+        return document(self, settings, self.rows)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def start(plan: Plan) -> tuple[Report, Plan]:
         **about(plan.device),
         roofs={dtype_name(dtype): machine.measure(dtype, plan.device) for dtype in plan.dtypes},
         peaks=machine.peaks() if kind == "cpu" else machine.matrix_rates(plan.device),
+        settings=plan.settings(),
     )
     if kind == "cuda":
         report.machine |= {"gpu": machine.describe_gpu(plan.device), "bandwidths": machine.bandwidths(plan.device)}

@@ -12,7 +12,7 @@ import multiprocessing.connection
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from moestro import machine
 from moestro.bench.layers import DENSE, LayerSpec, dtype_name, experts_that_fit, make_layer
 from moestro.bench.measure import about
+from moestro.bench.ranks_records import RankRow, RanksReport
 from moestro.errors import MoestroError, invalid_input, no_answer
 from moestro.experts import Experts
 from moestro.moe import MoE
@@ -105,80 +106,6 @@ class RankPlan:
                 needs=f"some of {', '.join(DISPATCHERS)}, and numbers above 0",
                 fix="Leave an option out for its default.",
             )
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """One dispatcher with one number of tokens. Lists over ranks are in their order; of pairs [from][to].
-
-    Attributes:
-        pairs: (token, expert) pairs that each rank computes.
-        stages: microseconds of each stage on each rank, medians over rounds. What a rank waits for another is in the
-            stage in which it waits: dispatch or combine.
-        row_bytes: of tokens and results, from each rank to each.
-        least_row_bytes: the fewest that compute the same: each token of a rank once to each other that it needs, and
-            one row back.
-        other_bytes: routing, counts and all else, from each rank to each.
-        error: relative L2 error of the output against one process, of the rank where it is largest; 0.0 of dispatchers
-            that send rows as they are, whose difference is rounding.
-        microseconds: of the whole layer, from when all ranks begin until the last is done; median over rounds.
-        alone_microseconds: of one process with as many threads as all ranks together, on all tokens.
-        ratio, ratio_low, ratio_high: microseconds over alone_microseconds, median and quartiles over rounds. None with
-            alone_microseconds where the ranks are on several hosts.
-    """
-
-    dispatcher: str
-    num_tokens: int
-    rounds: int
-    pairs: list[int]
-    stages: dict[str, list[float]]
-    row_bytes: list[list[int]]
-    least_row_bytes: list[list[int]]
-    other_bytes: list[list[int]]
-    error: float
-    microseconds: float
-    alone_microseconds: float | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-
-    @property
-    def imbalance(self) -> float:
-        """The most pairs of a rank over the mean."""
-        mean = sum(self.pairs) / len(self.pairs)
-        return max(self.pairs) / mean if mean else 1.0
-
-    @property
-    def slowest(self) -> int:
-        """The rank whose experts take longest."""
-        times = self.stages["experts"]
-        return times.index(max(times))
-
-
-@dataclass
-class RanksReport:
-    """Everything one run found; `rank` is who says so."""
-
-    command: str
-    date: str
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    layer: str
-    dtype: str
-    format: str
-    sizes: dict[str, int]
-    ranks: int
-    threads: int
-    hosts: list[str]
-    exponent: float
-    rank: int = 0
-    rows: list[RankRow] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps: the attributes by name, each row with its imbalance."""
-        rows = [{**asdict(row), "imbalance": row.imbalance} for row in self.rows]
-        return {**asdict(self), "rows": rows}
 
 
 def launch(plan: RankPlan, processes: int) -> RanksReport:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moestro.bench.ranks import STAGES, RanksReport
+from moestro.bench.ranks import STAGES
+from moestro.bench.ranks_records import RanksReport
 from moestro.bench.report import machine_line
 
 if TYPE_CHECKING:

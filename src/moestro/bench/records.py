@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from moestro.bench.layers import LayerSpec, dtype_name
 from moestro.bench.peers.variant import Variant
+from moestro.bench.schema import document, roof_of
 from moestro.errors import InvalidInputError, invalid_input
 from moestro.machine import Roof
 
@@ -67,6 +68,19 @@ class Plan:
 
         found = dict.fromkeys(variant.numbers.bits_in(dtype) for variant in self.ours)
         return {bits: replace(self, ours=of(bits, self.ours), peers=of(bits, self.peers)) for bits in found}
+
+    def settings(self) -> dict[str, Any]:
+        """What was asked, by name, in plain values."""
+        return {
+            "layers": [spec.name for spec in self.layers],
+            "tokens": list(self.tokens),
+            "dtypes": [dtype_name(dtype) for dtype in self.dtypes],
+            "variants": [variant.name for variant in self.ours],
+            "peers": [variant.name for variant in self.peers],
+            "seconds_per_point": self.seconds,
+            "device": self.device,
+            "budget": self.budget,
+        }
 
     def points(self) -> list[PlanPoint]:
         """Every point, in the order in which they are measured."""
@@ -191,7 +205,7 @@ class Report:
     """Everything one run found.
 
     `notes` are keyed by "layer dtype" or "run", `roofs` by dtype; `peaks` are `machine.peaks()`, on a CUDA device
-    `machine.matrix_rates()`.
+    `machine.matrix_rates()`. `settings` are those of the plan.
     """
 
     command: str
@@ -202,6 +216,7 @@ class Report:
     peaks: dict[str, float] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def wrong(self) -> list[Row]:
@@ -209,9 +224,9 @@ class Report:
         return [row for row in self.rows if row.status == "wrong output"]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps: the attributes by name, each roof with its balance."""
-        roofs = {dtype: {**asdict(roof), "balance": roof.balance} for dtype, roof in self.roofs.items()}
-        return {**asdict(self), "roofs": roofs}
+        """Plain values for json.dumps, in the form of every benchmark."""
+        notes = [text if of == "run" else f"{of}: {text}" for of, texts in self.notes.items() for text in texts]
+        return document(self, self.settings, self.rows, roof_of(self.roofs, self.peaks), notes)
 
 
 def _is_here(device: str) -> bool:

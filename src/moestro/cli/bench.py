@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moestro.bench import Report
-    from moestro.bench.ranks import RanksReport
+    from moestro.bench.ranks_records import RanksReport
 
 app = typer.Typer(help="Time moestro against its peers, under this machine's measured roof.", no_args_is_help=True)
 
