@@ -49,10 +49,10 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
 
 def empty_model(config: Any) -> Any:
     """The model of a configuration, with parameters that have shapes and no memory; errors as of `load`."""
-    with explained(OPERATION, config.name_or_path, "a configuration that a model can be made of", _CHECK_CONFIG):
-        with torch.device("meta"):
-            found = model_class(config)
-            return found.from_config(config) if found is AutoModelForCausalLM else found._from_config(config)
+    readable = explained(OPERATION, config.name_or_path, "a configuration that a model can be made of", _CHECK_CONFIG)
+    with readable, torch.device("meta"):
+        found = model_class(config)
+        return found.from_config(config) if found is AutoModelForCausalLM else found._from_config(config)
 
 
 def places_of(model: Any) -> list[tuple[Found, str, Projections]]:

@@ -42,6 +42,7 @@ class Plan:
         assumptions: what the first one's rate depends on, in words, and the share by which the rate changes with it;
             the one that matters most first.
         notes: why choices were left out.
+        projections: as for `moestro.load`.
     """
 
     model: Model
@@ -49,6 +50,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     assumptions: tuple[tuple[str, float], ...]
     notes: tuple[str, ...]
+    projections: str = "auto"
 
     @property
     def best(self) -> Candidate:
@@ -124,8 +126,9 @@ def plan(
     candidates = search.found()
     if not candidates:
         raise refuse(search)
-    left = [f"{name} lacks {lacks:,} bytes" for name, lacks in search.lacking.items()]
-    return Plan(found, target, tuple(candidates), _assumptions(search, candidates[0]), (*search.notes, *left))
+    notes = (*search.notes, *(f"{name} lacks {lacks:,} bytes" for name, lacks in search.lacking.items()))
+    assumptions = _assumptions(search, candidates[0])
+    return Plan(found, target, tuple(candidates), assumptions, notes, asked.projections)
 
 
 def _machine(given: str | Path | Machine | None, model: Model, options: Options, say: Say) -> Machine:

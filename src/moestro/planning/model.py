@@ -257,7 +257,7 @@ def without_experts(skeleton: Any) -> None:
                 needs="experts of Transformers' interface",
                 fix="Measure it: moestro bench model FOLDER.",
             )
-        layer.module.forward = _unchanged  # type: ignore[method-assign]
+        layer.module.forward = _unchanged
 
 
 def _unchanged(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

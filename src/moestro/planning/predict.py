@@ -52,7 +52,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        return float(sum(astuple(self)))
 
     @property
     def bound(self) -> str:
@@ -82,7 +82,7 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How tokens are spread over experts: drawn with an exponent (0 evenly), or by recorded ids of each layer [T, K]."""
+    """How tokens are spread over experts: drawn with an exponent (0: evenly), or recorded ids [T, K] of each layer."""
 
     exponent: float = 0.0
     recorded: tuple[Tensor, ...] = field(default=(), repr=False)
@@ -162,7 +162,7 @@ def _are_cached(model: Model) -> bool:
 
 def _costs(way: str, dtype: torch.dtype, form: str, columns: tuple[int, int]) -> tuple[costs.Costs, costs.Costs]:
     """At the columns of gate_up and of down; of the engine's best set, or of plain torch."""
-    bind = crossover.bind_plain
+    bind: costs.Bind = crossover.bind_plain
     if not way:
         isa = _set(dtype, form)
         way, bind = f"cpu-{isa.name}", cpu.binder(isa)

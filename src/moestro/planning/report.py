@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MOST_ROWS = 12
-COLUMNS = (
-    f"{'experts':<16}{'batch':>6}{'ep x tp':>8}{'memory':>10}{'from disk':>11}{'prompt/s':>10}{'new/s':>9}  bound by"
-)
+COLUMNS = f"{'experts':<16}{'batch':>6}{'ep x tp':>8}{'memory':>10}{'on disk':>10}{'prompt/s':>11}{'new/s':>10} bound"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -54,10 +52,9 @@ def text(plan: Plan) -> str:
     lines += [row(each) for each in plan.candidates[:MOST_ROWS]]
     if len(plan.candidates) > MOST_ROWS:
         lines.append(f"and {len(plan.candidates) - MOST_ROWS} more")
-    lines += ["", *times_lines(best), "", memory_line(best)]
-    return "\n".join(
-        [*lines, *(part for each in sentences(plan) for part in wrap(each, WIDTH, subsequent_indent="  "))]
-    )
+    lines += ["", *times_lines(best), ""]
+    said = (memory_line(best), *sentences(plan))
+    return "\n".join([*lines, *(part for each in said for part in wrap(each, WIDTH, subsequent_indent="  "))])
 
 
 def headline(plan: Plan) -> list[str]:
@@ -80,9 +77,13 @@ def row(each: Candidate) -> str:
     disk = "-" if choice.memory is None else shown_bytes(need.disk)
     ranks = "-" if choice.ranks == 1 else f"{choice.ep} x {choice.tp}"
     return (
-        f"{form:<16}{each.load.batch:>6}{ranks:>8}{shown_bytes(need.device):>10}{disk:>11}"
-        f"{each.prompt_rate:>10,.1f}{each.decode_rate:>9,.2f}  {each.decode.bound}"
+        f"{form:<16}{each.load.batch:>6}{ranks:>8}{shown_bytes(need.device):>10}{disk:>10}"
+        f"{_rate(each.prompt_rate):>11}{_rate(each.decode_rate):>10} {each.decode.bound[:8]}"
     )
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def times_lines(best: Candidate) -> Iterator[str]:

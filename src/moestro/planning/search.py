@@ -275,7 +275,7 @@ def refuse(search: Search) -> MoestroError:
         got=f"{search.model.name}, of which nothing fits: {name} lacks {shown_bytes(lacks)} ({lacks:,} bytes)",
         needs=f"room in the {shown_bytes(machine.memory)} of {machine.name}"
         + (f", or some of its {machine.devices} devices" if machine.devices > search.asked.devices else ""),
-        fix="Take a format of fewer bits, more devices, shorter or fewer sequences, or --disk to read experts as needed.",
+        fix="Take a format of fewer bits, more devices, shorter or fewer sequences; or read experts from a disk.",
     )
 
 
