@@ -127,8 +127,9 @@ def _machine(path: Path, found: dict[str, Any]) -> Machine:
     rates = values["flops_per_second"]
     if isinstance(rates, int | float):
         values["flops_per_second"] = {"default": float(rates)}
-    elif isinstance(rates, dict) and "default" not in rates:
-        raise _wrong(path, "flops_per_second without default", "a rate for formats that are not named")
+    elif not isinstance(rates, dict) or "default" not in rates:
+        needs = "a rate, or rates by dtype or format with default for all others"
+        raise _wrong(path, f"flops_per_second = {rates!r}", needs)
     _check(path, values)
     return Machine(**values)
 

@@ -80,6 +80,7 @@ class Model:
         dtype: of all that is no expert.
         layers: with experts, in their order.
         rest_bytes: of parameters and buffers beside the experts.
+        looked_up_bytes: those of them that are embeddings alone, of which a pass reads the rows of its tokens.
         checkpoint: the headers of its files; None where there is a configuration only.
     """
 
@@ -88,6 +89,7 @@ class Model:
     dtype: torch.dtype
     layers: tuple[ExpertLayer, ...]
     rest_bytes: int
+    looked_up_bytes: int
     checkpoint: Checkpoint | None
 
     @property
@@ -140,6 +142,7 @@ def read_model(source: str | Path | None) -> Model:
         dtype=config.dtype,
         layers=tuple(layers),
         rest_bytes=_rest_bytes(skeleton),
+        looked_up_bytes=_looked_up_bytes(skeleton),
         checkpoint=files,
     )
 
@@ -206,6 +209,12 @@ def _rest_bytes(skeleton: Any) -> int:
     )
 
 
+def _looked_up_bytes(skeleton: Any) -> int:
+    tied = {id(m.weight) for m in skeleton.modules() if isinstance(m, nn.Linear)}
+    tables = {id(m.weight): m.weight for m in skeleton.modules() if isinstance(m, nn.Embedding)}
+    return sum(table.nbytes for key, table in tables.items() if key not in tied)
+
+
 def count(model: Model, batch: int, lengths: Sequence[int]) -> list[Counts]:
     """What passes of so many tokens of each sequence need, one after the other, beside the experts.
 
@@ -216,9 +225,6 @@ def count(model: Model, batch: int, lengths: Sequence[int]) -> list[Counts]:
     """
     skeleton, found = empty_model(model.config), []
     without_experts(skeleton)
-    looked_up = [m.weight for m in skeleton.modules() if isinstance(m, nn.Embedding)]
-    tied = {id(m.weight) for m in skeleton.modules() if isinstance(m, nn.Linear)}
-    skipped = sum(w.nbytes for w in looked_up if id(w) not in tied)
     cache = DynamicCache(config=skeleton.config.get_text_config())
     try:
         for length in lengths:
@@ -227,7 +233,7 @@ def count(model: Model, batch: int, lengths: Sequence[int]) -> list[Counts]:
                 skeleton(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             kept = (t for each in cache.layers for t in vars(each).values() if isinstance(t, Tensor))
             cached = sum(t.nbytes for t in kept)
-            found.append(Counts(counter.get_total_flops(), model.rest_bytes - skipped, cached))
+            found.append(Counts(counter.get_total_flops(), model.rest_bytes - model.looked_up_bytes, cached))
     except MoestroError:
         raise
     except Exception as error:

@@ -142,8 +142,8 @@ class _Part:
         work = costs.Work(
             experts=self.experts,
             rows=self.pairs / self.experts,
-            first=n * h // self.slices,
-            second=h * i // self.slices,
+            first=n * max(h, costs.LEAST_COLUMNS) // self.slices,
+            second=h * max(i // self.slices, costs.LEAST_COLUMNS),
             nbytes=self.experts * self.layer.size.expert_bytes / self.slices,
             cached=self.cached,
         )

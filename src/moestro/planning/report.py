@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MOST_ROWS = 12
-COLUMNS = f"{'experts':<16}{'batch':>6}{'ep x tp':>8}{'memory':>10}{'on disk':>10}{'prompt/s':>11}{'new/s':>10} bound"
+COLUMNS = f"{'experts':<14}{'batch':>6}{'ep x tp':>8}{'memory':>10}{'on disk':>10}{'prompt/s':>11}{'new/s':>10} bound"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def row(each: Candidate) -> str:
     disk = "-" if choice.memory is None else shown_bytes(need.disk)
     ranks = "-" if choice.ranks == 1 else f"{choice.ep} x {choice.tp}"
     return (
-        f"{form:<16}{each.load.batch:>6}{ranks:>8}{shown_bytes(need.device):>10}{disk:>10}"
-        f"{_rate(each.prompt_rate):>11}{_rate(each.decode_rate):>10} {each.decode.bound[:8]}"
+        f"{form:<14}{each.load.batch:>6}{ranks:>8}{shown_bytes(need.device):>10}{disk:>10}"
+        f"{_rate(each.prompt_rate):>11}{_rate(each.decode_rate):>10} {each.decode.bound[:10]}"
     )
 
 

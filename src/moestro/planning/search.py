@@ -190,10 +190,12 @@ class Search:
         model = self._stored_as(choice.format)
         whole = total_bytes(model.sizes)
         own = sum(-(-size.experts // choice.ep) * -(-size.expert_bytes // choice.tp) for size in model.sizes)
+        # A model without a budget is mapped: of an embedding the pages of its tokens' rows are in memory.
+        mapped = self.machine.is_here and choice.memory is None
         workspace = 4 * WORKSPACE * load.batch * load.prompt_tokens * model.layers[0].gate_up[1]
         return Need(
             experts=own if choice.memory is None else _slots_bytes(model, choice.memory),
-            rest=model.rest_bytes,
+            rest=model.rest_bytes - (model.looked_up_bytes if mapped else 0),
             cache=self._counts(load)[-1].cache_bytes,
             workspace=workspace,
             disk=0 if choice.memory is None else whole,
@@ -272,7 +274,7 @@ def refuse(search: Search) -> MoestroError:
     machine = search.machine
     return invalid_input(
         OPERATION,
-        got=f"{search.model.name}, of which nothing fits: {name} lacks {shown_bytes(lacks)} ({lacks:,} bytes)",
+        got=f"{search.model.name}, of which nothing fits: {name} lacks {lacks:,} bytes ({shown_bytes(lacks)})",
         needs=f"room in the {shown_bytes(machine.memory)} of {machine.name}"
         + (f", or some of its {machine.devices} devices" if machine.devices > search.asked.devices else ""),
         fix="Take a format of fewer bits, more devices, shorter or fewer sequences; or read experts from a disk.",
