@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from moestro.cli import app
 from moestro.memory import read_trace
-from moestro.planning import known
+from moestro.planning import machine_names
 
 FOUR_PARTS = re.compile(r"\[\w+\] got .+; needs .+\. .+\.?")
 
@@ -36,7 +36,7 @@ def test_this_machine(model_folder, tmp_path, monkeypatch):
 def test_a_described_machine_and_a_configuration(model_folder, tmp_path):
     found = json.loads(run(model_folder / "config.json", "--machine", "h200", "--devices", 2, "--json").stdout)
     assert {(c["choice"]["ep"], c["choice"]["tp"]) for c in found["candidates"]} == {(1, 1), (2, 1), (1, 2)}
-    assert run("--machine", "list").stdout.split() == list(known())
+    assert run("--machine", "list").stdout.split() == list(machine_names())
 
 
 def test_a_recorded_run(model_folder, tmp_path):

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import InvalidInputError
-from moestro.planning import Machine, known, read_machine
+from moestro.planning import Machine, machine_names, read_machine
 from moestro.planning.machines import here
 
 GOOD = 'memory = "8GB"\nbytes_per_second = "100GB/s"\nflops_per_second = 1e13\n'
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", machine_names())
 def test_every_figure_has_a_source(name):
     found = read_machine(name)
     plain = Machine("", 1, 1.0)

@@ -50,11 +50,11 @@ def plan(
     with refusals():
         check_targets("plan", plot, None)
         from moestro.hf.text_model import quiet_transformers
-        from moestro.planning import known
+        from moestro.planning import machine_names
         from moestro.planning import plan as planned
 
         if machine == LIST:
-            typer.echo("\n".join(known()))
+            typer.echo("\n".join(machine_names()))
             return
         given: dict[str, Any] = {"devices": devices, "projections": projections, "spread": _spread(load, trace)}
         if formats is not None:

@@ -10,13 +10,13 @@ from typing import Any, TypedDict, Unpack
 from moestro.errors import invalid_input
 from moestro.memory.amounts import parse_bytes
 from moestro.planning import report as tables
-from moestro.planning.machines import Machine, here, known, read_machine
+from moestro.planning.machines import Machine, here, machine_names, read_machine
 from moestro.planning.model import OPERATION, Model, read_model
 from moestro.planning.predict import Choice, Spread, Times
 from moestro.planning.sample import Load, Say
 from moestro.planning.search import Asked, Candidate, Need, Search, refuse
 
-__all__ = ["Candidate", "Choice", "Load", "Machine", "Need", "Plan", "Times", "known", "plan", "read_machine"]
+__all__ = ["Candidate", "Choice", "Load", "Machine", "Need", "Plan", "Times", "machine_names", "plan", "read_machine"]
 
 
 class Options(TypedDict, total=False):
@@ -87,7 +87,7 @@ def plan(
 
     Args:
         model: a folder with weights, one with a config.json only, or a hub id; None for the bundled model.
-        machine: None for this one, the name of one that comes along (`moestro.planning.known()`), or a TOML file.
+        machine: None for this one, the name of one that comes along (`moestro.planning.machine_names()`), or a TOML file.
         batches: numbers of sequences to look at.
         prompt_tokens, new_tokens: of each sequence.
         formats: by name only: of the experts; None among them is as stored. Left out: as stored, and int8 and mxfp4

@@ -14,7 +14,7 @@ from moestro.memory.amounts import parse_bytes
 OPERATION = "plan"
 _KNOWN = Path(__file__).parent / "known"
 _AMOUNTS = ("memory", "bytes_per_second", "link_bytes_per_second", "disk_bytes_per_second")
-FIX = "docs/reference/plan.md lists the keys of a machine's file; `moestro plan --machine list` the machines known."
+FIX = "docs/reference/plan.md lists the keys of a machine's file; `moestro plan --machine list` the machines that come along."
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def here(memory: int | None = None, disk: float | None = None) -> Machine:
     )
 
 
-def known() -> tuple[str, ...]:
+def machine_names() -> tuple[str, ...]:
     """The names of the machines that come along."""
     return tuple(sorted(path.stem for path in _KNOWN.glob("*.toml")))
 
@@ -100,10 +100,13 @@ def read_machine(name: str | Path) -> Machine:
     Raises:
         InvalidInputError: neither, or a file with other keys or values than a machine has.
     """
-    path = _KNOWN / f"{name}.toml" if str(name) in known() else Path(name)
+    path = _KNOWN / f"{name}.toml" if str(name) in machine_names() else Path(name)
     if path.suffix != ".toml":
         raise invalid_input(
-            OPERATION, got=f"machine {str(name)!r}", needs=f"one of {', '.join(known())}, or a .toml file", fix=FIX
+            OPERATION,
+            got=f"machine {str(name)!r}",
+            needs=f"one of {', '.join(machine_names())}, or a .toml file",
+            fix=FIX,
         )
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
-from moestro.errors import MoestroError, unsupported
+from moestro.errors import unsupported
 from moestro.formats import check_shape, find_format
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.config import MoestroConfig
@@ -221,28 +221,19 @@ def count(model: Model, batch: int, lengths: Sequence[int]) -> list[Counts]:
     The passes are run without memory: shapes alone are computed.
 
     Raises:
-        UnsupportedError: a model whose forward needs numbers to know shapes.
+        InvalidInputError: a model whose forward needs numbers to know shapes.
     """
     skeleton, found = empty_model(model.config), []
     without_experts(skeleton)
     cache = DynamicCache(config=skeleton.config.get_text_config())
-    try:
-        for length in lengths:
-            ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                skeleton(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            kept = (t for each in cache.layers for t in vars(each).values() if isinstance(t, Tensor))
-            cached = sum(t.nbytes for t in kept)
-            found.append(Counts(counter.get_total_flops(), model.rest_bytes - model.looked_up_bytes, cached))
-    except MoestroError:
-        raise
-    except Exception as error:
-        raise unsupported(
-            OPERATION,
-            got=f"{type(skeleton).__name__}, whose forward cannot be counted ({type(error).__name__}: {error})",
-            needs="a language model whose shapes do not depend on its numbers",
-            fix="Measure it: moestro bench model FOLDER.",
-        ) from error
+    needs, fix = "a language model whose shapes do not depend on its numbers", "Measure it: moestro bench model FOLDER."
+    for length in lengths:
+        ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
+        with explained(OPERATION, model.name, needs, fix), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            skeleton(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        kept = (t for each in cache.layers for t in vars(each).values() if isinstance(t, Tensor))
+        read = model.rest_bytes - model.looked_up_bytes
+        found.append(Counts(counter.get_total_flops(), read, sum(t.nbytes for t in kept)))
     return found
 
 

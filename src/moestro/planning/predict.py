@@ -118,7 +118,7 @@ def expert_seconds(model: Model, machine: Machine, spread: Spread, num_tokens: i
     for index, layer in enumerate(model.layers):
         pairs = num_tokens * layer.size.top_k * _imbalance(spread, index, layer, num_tokens, choice.ep)
         part = _Part(layer, spread.touched(index, layer, num_tokens) / choice.ep, pairs / choice.ep, choice.tp, cached)
-        total += part.here(model.dtype, machine) if machine.is_here else part.described(machine)
+        total += part.here(model.dtype, machine) if machine.is_here else part.by_rates(machine)
     return total
 
 
@@ -132,7 +132,7 @@ class _Part:
     slices: int
     cached: bool
 
-    def described(self, machine: Machine) -> float:
+    def by_rates(self, machine: Machine) -> float:
         weights = (math.prod(self.layer.gate_up) + math.prod(self.layer.down)) / self.slices
         reading = self.experts * self.layer.size.expert_bytes / self.slices / machine.read_rate
         return max(reading, 2 * self.pairs * weights / machine.flops(self.layer.format))

@@ -63,9 +63,9 @@ class Rest:
     """Seconds of one pass beside the experts.
 
     Attributes:
-        dense: in linear modules outside attention.
-        attention: in attention, with its linear modules, or what a model has in its place.
-        overhead: everything between: norms, routers, and what generation does beside the model.
+        dense: in linear modules outside attention, routers and the head among them.
+        attention: in attention, with its linear modules, or what a model has in its position.
+        overhead: everything between: norms, and what generation does beside the model.
     """
 
     dense: float
@@ -99,10 +99,10 @@ def rest_of(model: Model, load: Load, projections: str, say: Say = lambda text, 
 
 def _measured(model: Model, load: Load, projections: str, say: Say) -> tuple[Rest, Rest]:
     kinds = _kinds(empty_model(model.config))
-    places = [(place, kind) for kind, of_kind in enumerate(kinds) for place in of_kind[:LAYERS]]
+    positions = [(position, kind) for kind, of_kind in enumerate(kinds) for position in of_kind[:LAYERS]]
     say("timing some layers", 0, 1)
-    passes = _run(model, [place for place, _ in sorted(places)], load, projections)
-    sampled = [kind for _, kind in sorted(places)]
+    passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
+    sampled = [kind for _, kind in sorted(positions)]
     found = []
     for phase in passes:
         total = _middle([one.outside for one in phase])
@@ -134,13 +134,13 @@ def _blocks_of(skeleton: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _kinds(skeleton: Any) -> list[list[int]]:
-    """The places of layers that are alike, in shapes and in attention."""
+    """The positions of layers that are alike, in shapes and in attention."""
     _, blocks = _blocks_of(skeleton)
     types = getattr(skeleton.config.get_text_config(), "layer_types", None) or [None] * len(blocks)
     found: dict[Any, list[int]] = {}
-    for place, block in enumerate(blocks):
+    for position, block in enumerate(blocks):
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-        found.setdefault((shapes, types[place]), []).append(place)
+        found.setdefault((shapes, types[position]), []).append(position)
     return list(found.values())
 
 
@@ -152,9 +152,9 @@ class _Pass:
     outside: Rest
 
 
-def _run(model: Model, places: Sequence[int], load: Load, projections: str) -> tuple[list[_Pass], list[_Pass]]:
+def _run(model: Model, positions: Sequence[int], load: Load, projections: str) -> tuple[list[_Pass], list[_Pass]]:
     """Passes of prompts, and of decoding, of a model with some of the layers."""
-    made = _made(model, places)
+    made = _made(model, positions)
     serve_projections(made, projections)
     serve_attention(made)
     made.eval()
@@ -164,12 +164,12 @@ def _run(model: Model, places: Sequence[int], load: Load, projections: str) -> t
     return [found[0] for found in rounds], [one for found in rounds for one in found[2:]]
 
 
-def _made(model: Model, places: Sequence[int]) -> Any:
+def _made(model: Model, positions: Sequence[int]) -> Any:
     """Some layers of a model, and all around them, in memory."""
     skeleton = empty_model(copy.deepcopy(model.config))
     without_experts(skeleton)
     name, blocks = _blocks_of(skeleton)
-    kept = nn.ModuleList(blocks[place] for place in places)
+    kept = nn.ModuleList(blocks[position] for position in positions)
     parent, _, own = name.rpartition(".")
     setattr(skeleton.get_submodule(parent), own, kept)
     for number, block in enumerate(kept):
@@ -177,9 +177,9 @@ def _made(model: Model, places: Sequence[int]) -> Any:
             if hasattr(module, "layer_idx"):
                 module.layer_idx = number  # type: ignore[assignment]
     text = skeleton.config.get_text_config()
-    text.num_hidden_layers = len(places)
+    text.num_hidden_layers = len(positions)
     if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[place] for place in places]
+        text.layer_types = [text.layer_types[position] for position in positions]
     _fill(skeleton)
     return skeleton
 

@@ -74,6 +74,7 @@ def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights
 
 
 def bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
+    """What computes samples with plain torch."""
     prepared = plain.prepare(x, routing, weights, "grouped")
     assert not isinstance(prepared, str), prepared
     return functools.partial(prepared.compute, x, routing, weights)
