@@ -34,7 +34,8 @@ def observed_calls(module: nn.Module, begin: Begin, end: End) -> Iterator[None]:
         others = _OBSERVERS.get(module)
         _OBSERVERS[module] = (mine, *(others or ()))
         if others is None:
-            module.__class__ = _observed_class(type(module))
+            own: Any = type(module)
+            module.__class__ = _observed_class(own)
     try:
         yield
     finally:

@@ -103,7 +103,10 @@ class Phase:
 
 
 class Marks:
-    """Marks of one pass after the other. They are added up some time later, so that one costs as little as it can."""
+    """Marks of one pass after the other. They are added up some time later, so that one costs as little as it can.
+
+    `add_mark(now())` and `add_code(code)` are what `enter` does, `~code` what `leave` does, where a call takes too long.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -114,7 +117,7 @@ class Marks:
         self._places: list[Place] = []
         self._marks: list[Any] = [clock.now()]
         self._codes: list[int | tuple[str | None, int]] = []
-        self._now, self._add_mark, self._add_code = clock.now, self._marks.append, self._codes.append  # looked up once
+        self.now, self.add_mark, self.add_code = clock.now, self._marks.append, self._codes.append  # looked up once
         self._open: list[tuple[int, float]] = []
         self._ended: list[tuple[int, float, float]] = []
         self._spent = dict.fromkeys(STAGES, 0.0)
@@ -131,13 +134,13 @@ class Marks:
 
     def enter(self, code: int) -> None:
         """The place begins."""
-        self._add_mark(self._now())
-        self._add_code(code)
+        self.add_mark(self.now())
+        self.add_code(code)
 
     def leave(self, code: int) -> None:
         """The place ends, and with it those inside that did not."""
-        self._add_mark(self._now())
-        self._add_code(~code)
+        self.add_mark(self.now())
+        self.add_code(~code)
 
     def come(self, tokens: int) -> None:
         """So many tokens have come; a pass that never ends is added up now and then."""

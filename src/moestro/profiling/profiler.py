@@ -120,25 +120,30 @@ class Profiler:
     def _observe(self, stack: ExitStack, part: Part) -> None:
         marks, me, layer = self.marks, self._thread, part.layer
         code, running = marks.place(part.stage, part.name), {"experts": self._layer, "router": self._routing}
+        now, add_mark, add_code = marks.now, marks.add_mark, marks.add_code
         mine, is_router = running.get(part.stage, []), part.stage == "router"
 
         def begin(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             if get_ident() == me:
-                marks.enter(code)
+                add_mark(now())
+                add_code(code)
 
         def end(result: Any) -> None:
             if get_ident() == me:
-                marks.leave(code)
+                add_mark(now())
+                add_code(~code)
 
         def begin_layer(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             if get_ident() == me:
-                marks.enter(code)
+                add_mark(now())
+                add_code(code)
                 mine.append(layer)  # type: ignore[arg-type]
 
         def end_layer(result: Any) -> None:
             if get_ident() == me:
                 mine.pop()
-                marks.leave(code)
+                add_mark(now())
+                add_code(~code)
                 counts = self.layers[layer]  # type: ignore[index]
                 if is_router:
                     counts.take_logits(result)
