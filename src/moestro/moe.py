@@ -156,7 +156,7 @@ def balance_loss(model: nn.Module) -> Tensor:
     Raises:
         InvalidInputError: no layer has one: none has a function as its `balance`, or none has run since the last call.
     """
-    losses = []
+    losses: list[Tensor] = []
     for load in (layer._load for layer in _layers(model)):
         if load.loss is not None:
             losses.append(load.loss if not losses else load.loss.to(losses[0].device))

@@ -105,7 +105,7 @@ class Phase:
 class Marks:
     """Marks of one pass after the other. They are added up some time later, so that one costs as little as it can.
 
-    `add_mark(now())` and `add_code(code)` are what `enter` does, `~code` what `leave` does, where a call takes too long.
+    `add_mark(now())` and `add_code(code)` are what `enter` does, with `~code` what `leave` does.
     """
 
     def __init__(self, clock: Clock) -> None:

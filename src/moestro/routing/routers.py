@@ -96,7 +96,7 @@ class TopKRouter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """The correction bias stays float32 at least: in 16 bits the steps of `balanced_bias` are lost in it."""
         before = self.correction_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.correction_bias
         if before is not None and after is not None and after.dtype.itemsize < before.dtype.itemsize:
             self.correction_bias = before.to(after.device)
