@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import moestro
 import zoo
 from hf.models import built
+from moestro.bench.plot import STYLE
 from moestro.hf import accelerate
+from moestro.profiling import Profile
 from profiling.test_profile import IDS, Block, ffn, is_clean
 
 
@@ -117,6 +120,28 @@ def test_no_tokens_and_one_expert(tmp_path: Path) -> None:
     assert (p.report.layers[0].tokens, p.report.layers[0].imbalance) == (0, 0)
     assert "1 expert layer" in str(p)
     p.plot(tmp_path / "p.png")
+
+
+@torch.no_grad()
+def test_a_long_name_stays_within_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ffn()
+    p = Profile(layer, name="/models" + "/a-folder-with-a-name" * 15)
+    with p.profiler.taken():
+        layer(torch.randn(4, 8))
+    sizes: list[tuple[float, float]] = []
+    ticks: list[list[float]] = []
+
+    def measure(figure: Figure, path: object) -> None:
+        save(figure, path)
+        ticks.extend(axis.get_yticks().tolist() for axis in figure.axes if axis.get_ylabel() == "expert layer")
+        sizes.append((figure._suptitle.get_window_extent().width, figure.get_figwidth() * STYLE["savefig.dpi"]))
+
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", measure)
+    p.plot(tmp_path / "p.png")
+    ((title, whole),) = sizes
+    assert title <= whole
+    assert all(tick == int(tick) for each in ticks for tick in each)  # a layer has no half
 
 
 def test_nothing_ran_is_no_pass() -> None:

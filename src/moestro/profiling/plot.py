@@ -93,7 +93,7 @@ def _evenness(axis: Any, layers: tuple[LayerLoad, ...]) -> None:
         other.plot(places, [layer.router_entropy for layer in layers], color=PEER_COLOURS[0], marker=".", ls="--")
         other.set_ylim(0, np.log2(max(2, *(layer.num_experts for layer in layers))))
         other.set_ylabel("entropy of the router, bits (dashed)", color=PEER_COLOURS[0])
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def _loads(figure: Any, axis: Any, layers: tuple[LayerLoad, ...]) -> None:
@@ -117,4 +117,4 @@ def _heat(figure: Any, axis: Any, values: Any) -> None:
     image = axis.imshow(values, aspect="auto", cmap=_MAP, vmin=0, interpolation="nearest")
     figure.colorbar(image, ax=axis, pad=0.02)
     for each in (axis.xaxis, axis.yaxis):
-        each.get_major_locator().set_params(integer=True)
+        each.get_major_locator().set_params(integer=True, min_n_ticks=1)
