@@ -78,7 +78,7 @@ def test_z_loss_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_tokens_in_16_bits(dtype: torch.dtype) -> None:
-    """bfloat16 does not count beyond 256, float16 not beyond 65,504."""
+    """float16 does not count beyond 65,504, and bfloat16 has eight bits of a sum."""
     logits = torch.randn(66_000, 2).to(dtype)
     routing = route(logits, 1, "softmax")
     scores = scores_of(logits.float()).to(dtype)
@@ -118,6 +118,7 @@ def test_the_bias_of_even_loads_stays() -> None:
     """Whatever the mean rounds to, and however large the counts are."""
     for count in (1, 7, 2**27, 2**53 + 1):
         assert bool((balanced_bias(torch.zeros(49), torch.full((49,), count)) == 0).all())
+    assert_close(balanced_bias(torch.zeros(2), torch.tensor([2**53, 2**53 + 1]), 0.1), torch.tensor([0.1, -0.1]))
     assert bool((balanced_bias(torch.zeros(256), torch.full((256,), 2**24, dtype=torch.int32)) == 0).all())
 
 

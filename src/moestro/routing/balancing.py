@@ -2,7 +2,7 @@
 
 All are functions of what a router gives: scores or logits [T, E], and the `Routing` [T, K] before any rewrite. What is
 never selected has no gradient but through the scores, so the counts are constants and the scores are not. Sums and
-results are float32 whatever the dtype of the scores (float64 if that is theirs): bfloat16 cannot count beyond 256.
+results are float32 whatever the dtype of the scores (float64 if that is theirs): float16 cannot count beyond 65,504.
 """
 
 from __future__ import annotations
