@@ -150,6 +150,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         (["simulate"], "simulate"),
         (["cache"], "cache"),
         (["profile"], "profile"),
+        (["plan"], "plan"),
         (["bench", "layer"], "bench"),
         (["bench", "parallel"], "bench"),
     ],

@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"checkpoint", "explain"},
     {"bench", "quality", "parallel"},
     {"hf", "profiling"},
-    {"serve"},
+    {"serve", "planning"},
     {"cli", "__main__"},
 ]
 LAYER_OF = {part: i for i, parts in enumerate(LAYERS) for part in parts}
@@ -31,6 +31,7 @@ OPTIONAL = {"transformers", "tokenizers", "triton", "typer", "rich", "matplotlib
 FREE_AT_IMPORT = {
     "hf": {"transformers", "tokenizers", "huggingface_hub", "rich"},
     "serve": {"transformers", "tokenizers", *OF_SERVE},
+    "planning": {"transformers"},
     "cli": {"typer", "rich"},
     "bench": {"rich", "matplotlib"},
 }

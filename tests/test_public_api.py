@@ -34,6 +34,7 @@ PUBLIC = {
     "explain",
     "group_by_expert",
     "load",
+    "plan",
     "profile",
     "topk",
     "use",

@@ -20,6 +20,7 @@ from moestro.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from moestro.hf import accelerate, load
+    from moestro.planning import plan
     from moestro.profiling import profile
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "explain",
     "group_by_expert",
     "load",
+    "plan",
     "profile",
     "topk",
     "use",
@@ -50,11 +52,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`moestro.accelerate` and `load` need Transformers, which `import moestro` does not; so `profile` may."""
+    """`accelerate`, `load` and `plan` need Transformers, which `import moestro` does not; so `profile` may."""
     if name == "profile":
         from moestro.profiling import profile
 
         return profile
+    if name == "plan":
+        from moestro.planning import plan
+
+        return plan
     if name in ("accelerate", "load"):
         from moestro import hf
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import bench, cache, chat, generate, info, profile, quality, quantize, serve, simulate, streams
+from moestro.cli import bench, cache, chat, generate, info, plan, profile, quality, quantize, serve, simulate, streams
 
 app = typer.Typer(
     help="Run Mixture-of-Experts models.",
@@ -26,6 +26,7 @@ for _command in (
     quantize.quantize,
     quality.quality,
     profile.profile,
+    plan.plan,
     simulate.simulate,
     cache.cache,
 ):

@@ -191,24 +191,37 @@ def keep_in_memory(model: nn.Module) -> None:
 
 
 def _plan(name: str, stored: Stored, checkpoint: Checkpoint, files: Mapping[Path, int], top_k: int) -> LayerPlan:
-    tensors, sources = [], []
-    num_experts = stored.projections.num_experts
-    for recipe in stored.recipes:
-        for names in (names for part in recipe.parts for names in part.values()):
-            entries = [checkpoint.entry(each) for each in names]
-            shape = entries[0].shape if _is_unstacked(recipe, names) else _of_one(recipe, entries[0].shape)
-            tensors.append(SlotTensor(entries[0].dtype, shape))
-            sources.append(Source(tuple((files[e.file], e.start) for e in entries), tensors[-1].nbytes))
+    tensors = _slot_tensors(stored, checkpoint)
+    groups = [names for recipe in stored.recipes for part in recipe.parts for names in part.values()]
+    sources = []
+    for names, tensor in zip(groups, tensors, strict=True):
+        entries = [checkpoint.entry(each) for each in names]
+        sources.append(Source(tuple((files[e.file], e.start) for e in entries), tensor.nbytes))
     first, last = stored.recipes
 
     def build(stacks: Sequence[Tensor]) -> tuple[StoredExperts, StoredExperts]:
         own = sum(len(part) for part in first.parts)
         return _on_slots(first, stacks[:own]), _on_slots(last, stacks[own:])
 
-    size = LayerSize(
-        num_experts, min(top_k, num_experts), sum(t.nbytes for t in tensors), pool_key=repr((tensors, _kinds(stored)))
-    )
-    return LayerPlan(name, size, tuple(tensors), tuple(sources), build)
+    return LayerPlan(name, layer_size(stored, checkpoint, top_k), tuple(tensors), tuple(sources), build)
+
+
+def layer_size(stored: Stored, checkpoint: Checkpoint, top_k: int) -> LayerSize:
+    """What the slots of a layer take, from the headers of its files."""
+    num_experts, tensors = stored.projections.num_experts, _slot_tensors(stored, checkpoint)
+    key = repr((tensors, _kinds(stored)))
+    return LayerSize(num_experts, min(top_k, num_experts), sum(t.nbytes for t in tensors), pool_key=key)
+
+
+def _slot_tensors(stored: Stored, checkpoint: Checkpoint) -> list[SlotTensor]:
+    """What one expert has in its slot."""
+    found = []
+    for recipe in stored.recipes:
+        for names in (names for part in recipe.parts for names in part.values()):
+            entry = checkpoint.entry(names[0])
+            shape = entry.shape if _is_unstacked(recipe, names) else _of_one(recipe, entry.shape)
+            found.append(SlotTensor(entry.dtype, shape))
+    return found
 
 
 def _kinds(stored: Stored) -> list[Any]:

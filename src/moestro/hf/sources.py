@@ -27,6 +27,7 @@ from moestro.hf.store import KINDS, Part, Projection, Projections, Recipe, Store
 
 OPERATION = "load"
 _DENSE = {f.storage: f for f in DENSE_FORMATS}
+_CHECK_CONFIG = "Check config.json, or update Transformers."
 _AS_SAVED = "Download or save the checkpoint again."
 _THROUGH_TRANSFORMERS = "Load the model with Transformers, and call moestro.accelerate on it."
 
@@ -36,17 +37,28 @@ def read_sources(folder: str | Path) -> tuple[Any, Checkpoint, list[ExpertSource
     checkpoint = open_checkpoint(Path(folder))
     config = read_config(folder, OPERATION, checkpoint)
     quantization = take_quantization(config)
-    fix = "Check config.json, or update Transformers."
-    with explained(OPERATION, folder, "a configuration that a model can be made of", fix):
-        with torch.device("meta"):
-            found = model_class(config)
-            model = found.from_config(config) if found is AutoModelForCausalLM else found._from_config(config)
+    model = empty_model(config)
+    with explained(OPERATION, folder, "a configuration that a model can be made of", _CHECK_CONFIG):
         layers = Reader(model, checkpoint, quantization).layers
     return (
         config,
         checkpoint,
         [ExpertSource(recipe.target, recipe.read(checkpoint), recipe.names) for _, s in layers for recipe in s.recipes],
     )
+
+
+def empty_model(config: Any) -> Any:
+    """The model of a configuration, with parameters that have shapes and no memory; errors as of `load`."""
+    readable = explained(OPERATION, config.name_or_path, "a configuration that a model can be made of", _CHECK_CONFIG)
+    with readable, torch.device("meta"):
+        found = model_class(config)
+        return found.from_config(config) if found is AutoModelForCausalLM else found._from_config(config)
+
+
+def places_of(model: Any) -> list[tuple[Found, str, Projections]]:
+    """The expert layers of a model: of each the module that holds the parameters, and which they are."""
+    with torch.device("cpu"):  # Transformers builds models with the meta device as the default
+        return [_place(model, layer) for layer in find(model)]
 
 
 def take_quantization(config: Any) -> MoestroConfig:
@@ -127,8 +139,7 @@ class Reader:
 
     def __init__(self, model: Any, checkpoint: Checkpoint, quantization: MoestroConfig) -> None:
         self._checkpoint, self._quantization = checkpoint, quantization
-        with torch.device("cpu"):  # Transformers builds models with the meta device as the default
-            places = [_place(model, layer) for layer in find(model)]
+        places = places_of(model)
         targets = [p.target(path) for _, path, projections in places for p in projections.both]
         kinds = (*KINDS, "blocks")  # those of moestro, and of published MXFP4
         self.names = NameMap(model, checkpoint.names, [f"{target}_{kind}" for target in targets for kind in kinds])

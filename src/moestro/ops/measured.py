@@ -21,7 +21,8 @@ from moestro import machine, settings
 FILE = "measured.json"
 LEAST_ROUNDS = 3
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.RLock()
+"""For threads; what is measured may itself need what is measured."""
 
 
 def measures() -> bool:

@@ -62,7 +62,7 @@ def parts_of(model: nn.Module) -> tuple[list[Part], list[ExpertLayer]]:
     for index, layer in enumerate(layers):
         if layer.router is not None and layer.router[1] not in {part.module for part in parts}:
             parts.append(Part(layer.router[1], layer.router[0], "router", index))
-    return [*parts, *_others(model, {part.module for part in parts})], layers
+    return [*parts, *other_parts(model, {part.module for part in parts})], layers
 
 
 def _layers(model: nn.Module) -> list[ExpertLayer]:
@@ -115,7 +115,7 @@ def _named_router(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     return None
 
 
-def _others(model: nn.Module, taken: set[nn.Module]) -> Iterator[Part]:
+def other_parts(model: nn.Module, taken: set[nn.Module]) -> Iterator[Part]:
     """Attention and dense modules, the outermost that hold no part of another stage."""
     waiting = [("", model)]
     while waiting:

@@ -42,7 +42,7 @@ SECONDS = 0.0015
 BLOCK = 512
 """Columns that kernels of integers take at once: fewer cost as much."""
 
-MOST_COLUMNS = 8192
+LEAST_COLUMNS, MOST_COLUMNS = 256, 8192
 COMMON_COLUMNS = 2048
 """Of a sample that stands for no layer, as `moestro info --measure` takes it."""
 
@@ -133,7 +133,7 @@ class Work:
 
 def columns_of(size: int) -> int:
     """Columns that a sample has in place of `size`: the next power of two."""
-    return min(max(1 << (size - 1).bit_length(), 256), MOST_COLUMNS)
+    return min(max(1 << (size - 1).bit_length(), LEAST_COLUMNS), MOST_COLUMNS)
 
 
 @dataclass(frozen=True)

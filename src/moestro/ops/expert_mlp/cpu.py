@@ -40,7 +40,7 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     how = walk == "all_experts", token_block, PIECES
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
-    measured = settings.current().implementation is not None or isa is _best(x, routing, weights)
+    measured = settings.current().implementation is not None or isa is best_set(x, routing, weights)
     wide = crossover.wide_rows(isa, binder(isa), x, weights) if measured else 0
     handle = _handle(isa, x, routing, weights, _rows_of(biases), how, wide)
 
@@ -143,18 +143,18 @@ def why_unsupported(isa: native.Isa, x: Tensor, routing: Routing, weights: Exper
     reason = _cannot(isa, x, routing, weights)
     if reason is not None:
         return reason
-    best = _best(x, routing, weights) or isa
+    best = best_set(x, routing, weights) or isa
     return crossover.reason(best, binder(best), x, routing, weights)
 
 
 def predictions(x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str, float]:
     """Seconds that a call is predicted to take, by implementation: of the best set that can compute it, and of plain
     torch. Empty where nothing is measured."""
-    best = _best(x, routing, weights)
+    best = best_set(x, routing, weights)
     return {} if best is None else crossover.predictions(best, binder(best), x, routing, weights)
 
 
-def _best(x: Tensor, routing: Routing, weights: ExpertWeights) -> native.Isa | None:
+def best_set(x: Tensor, routing: Routing, weights: ExpertWeights) -> native.Isa | None:
     """The first set that can compute it."""
     return next((isa for isa in native.ISAS if _cannot(isa, x, routing, weights) is None), None)
 

@@ -54,7 +54,7 @@ def predictions(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights
     if not is_measured(x, weights) or not work.experts:
         return {}
     rate, found = costs.read_rate(), {}
-    for name, way in ((f"cpu-{isa.name}", bind), (costs.PLAIN, _bind_plain)):
+    for name, way in ((f"cpu-{isa.name}", bind), (costs.PLAIN, bind_plain)):
         first, second = (_costs(name, way, x, stored, weights) for stored in (weights.gate_up, weights.down))
         found[name] = work.seconds(first, second, rate)
     return found
@@ -73,7 +73,8 @@ def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights
     return costs.costs(way, bind, case)
 
 
-def _bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
+def bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
+    """What computes samples with plain torch."""
     prepared = plain.prepare(x, routing, weights, "grouped")
     assert not isinstance(prepared, str), prepared
     return functools.partial(prepared.compute, x, routing, weights)

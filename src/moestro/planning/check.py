@@ -1,0 +1,113 @@
+"""A plan against what is measured: its first candidates are loaded and run, each in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from moestro.bench.model import ModelCase, ModelPoint, measure
+from moestro.errors import unsupported
+from moestro.hf.text_model import BUNDLED, bundled_folder
+from moestro.planning import Plan
+from moestro.planning.report import candidate_json
+from moestro.planning.sample import Say
+from moestro.planning.search import Candidate, neighbours
+
+MOST_NEW_TOKENS = 32
+"""That are generated to be timed."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One candidate, and what its process found.
+
+    Attributes:
+        candidate: as predicted.
+        measured: as `moestro bench model` measures it.
+    """
+
+    candidate: Candidate
+    measured: ModelPoint
+
+    @property
+    def prompt_error(self) -> float:
+        """Predicted over measured seconds of the prompt's pass, less one."""
+        return self.candidate.prompt.total / self.measured.prompt_seconds - 1
+
+    @property
+    def decode_error(self) -> float:
+        """Likewise of a step."""
+        return self.candidate.decode.total / self.measured.decode_seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Likewise of what a device holds."""
+        return self.candidate.need.device / self.measured.peak_bytes - 1
+
+    @property
+    def rate(self) -> float:
+        """New tokens per second with the prompt's pass counted in, as measured."""
+        load = self.candidate.load
+        seconds = self.measured.prompt_seconds + load.new_tokens * self.measured.decode_seconds
+        return load.batch * load.new_tokens / seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps."""
+        errors = {name: getattr(self, name) for name in ("prompt_error", "decode_error", "memory_error")}
+        return {"predicted": candidate_json(self.candidate), "measured": asdict(self.measured), **errors}
+
+
+def check(plan: Plan, say: Say = lambda text, done, total: None) -> list[Checked]:
+    """Run the recommendation and two neighbours, and compare.
+
+    Raises:
+        UnsupportedError: a plan of another machine, or of a model without weights.
+        MoestroError: what loading or running raises.
+    """
+    if not plan.machine.is_here or plan.model.checkpoint is None:
+        raise unsupported(
+            "plan",
+            got="a check of " + ("a model without weights" if plan.machine.is_here else plan.machine.name),
+            needs="a checkpoint, and this machine",
+            fix="Leave --check out.",
+        )
+    folder = str(bundled_folder()) if plan.model.name == BUNDLED else plan.model.name
+    chosen = neighbours([each for each in plan.candidates if each.choice.ranks == 1])
+    found = []
+    for number, each in enumerate(chosen):
+        say("running what was planned", number, len(chosen))
+        load = each.load
+        case = ModelCase(
+            folder,
+            each.choice.format,
+            each.choice.memory,
+            load.batch,
+            load.prompt_tokens,
+            min(load.new_tokens, MOST_NEW_TOKENS),
+            plan.projections,
+        )
+        found.append(Checked(each, measure(case)))
+    return found
+
+
+def text(checked: Sequence[Checked]) -> str:
+    """A table of 80 columns: milliseconds predicted and measured."""
+    lines = [
+        f"{'experts':<12}{'batch':>6}{'prompt, ms':>20}{'':7}{'a step, ms':>20}{'':7}{'memory':>8}",
+        f"{'':<18}{'predicted':>10}{'measured':>10}{'off':>7}{'predicted':>10}{'measured':>10}{'off':>7}{'off':>8}",
+    ]
+    for each in checked:
+        form = each.candidate.choice.format or "as stored"
+        pairs = (
+            (each.candidate.prompt.total, each.measured.prompt_seconds, each.prompt_error),
+            (each.candidate.decode.total, each.measured.decode_seconds, each.decode_error),
+        )
+        cells = "".join(f"{1e3 * a:>10,.2f}{1e3 * b:>10,.2f}{off:>+7.0%}" for a, b, off in pairs)
+        lines.append(f"{form:<12}{each.candidate.load.batch:>6}{cells}{each.memory_error:>+8.1%}")
+    off = [abs(error) for each in checked for error in (each.prompt_error, each.decode_error)]
+    best = max(each.rate for each in checked)
+    lines.append(f"off by {median(off):.0%} in the median, {max(off):.0%} at most;")
+    lines.append(f"the recommendation reaches {checked[0].rate / best:.0%} of the fastest of these")
+    return "\n".join(lines)

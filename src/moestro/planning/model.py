@@ -1,0 +1,261 @@
+"""What a model is made of: counted from its configuration and the headers of its files; no weight is read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from moestro.checkpoint import Checkpoint, open_checkpoint
+from moestro.errors import unsupported
+from moestro.formats import check_shape, find_format
+from moestro.formats.dense import DENSE_FORMATS
+from moestro.hf.config import MoestroConfig
+from moestro.hf.memory import layer_size
+from moestro.hf.models import explained, find_model, read_config, routed_experts_of
+from moestro.hf.sources import Reader, empty_model, places_of, take_quantization
+from moestro.hf.store import Stored
+from moestro.hf.text_model import BUNDLED, bundled_folder
+from moestro.memory.sizes import LayerSize
+
+OPERATION = "plan"
+_DENSE = {form.storage: form.name for form in DENSE_FORMATS}
+_PUBLISHED = {"fp8": "fp8-e4m3-b128", "mxfp4": "mxfp4"}
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer.
+
+    Attributes:
+        name: of the module that holds them.
+        gate_up, down: [N, K] of one expert's matrices.
+        format: as stored, by name.
+        size: their number, top-k, and the bytes of one as stored.
+    """
+
+    name: str
+    gate_up: tuple[int, int]
+    down: tuple[int, int]
+    format: str
+    size: LayerSize
+
+    def stored_as(self, name: str | None) -> ExpertLayer:
+        """The same, quantised to a format while it is read; None leaves it.
+
+        Raises:
+            InvalidInputError: the format cannot store matrices of these shapes.
+        """
+        form = None if name is None else find_format(name)
+        if form is None or form.name == self.format:
+            return self
+        nbytes = 0
+        for shape in (self.gate_up, self.down):
+            check_shape(form, *shape, f"{OPERATION} {self.name}")
+            nbytes += sum(math.prod(size) * dtypes[0].itemsize for dtypes, size in form.parts(shape).values())
+        return replace(self, format=form.name, size=replace(self.size, expert_bytes=nbytes, pool_key=form.name))
+
+    @property
+    def bits(self) -> float:
+        """Of one weight, scales included."""
+        weights = math.prod(self.gate_up) + math.prod(self.down)
+        return 8 * self.size.expert_bytes / weights
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model of Transformers without its weights.
+
+    Attributes:
+        name: as it was given.
+        config: Transformers' configuration.
+        dtype: of all that is no expert.
+        layers: with experts, in their order.
+        rest_bytes: of parameters and buffers beside the experts.
+        looked_up_bytes: those of them that are embeddings alone, of which a pass reads the rows of its tokens.
+        checkpoint: the headers of its files; None where there is a configuration only.
+    """
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    layers: tuple[ExpertLayer, ...]
+    rest_bytes: int
+    looked_up_bytes: int
+    checkpoint: Checkpoint | None
+
+    @property
+    def depth(self) -> int:
+        """Layers of all kinds."""
+        return int(getattr(self.config.get_text_config(), "num_hidden_layers", len(self.layers)))
+
+    def stored_as(self, name: str | None) -> Model:
+        """The same with its experts in a format; None leaves them. Errors as of `ExpertLayer.stored_as`."""
+        return replace(self, layers=tuple(layer.stored_as(name) for layer in self.layers))
+
+    @property
+    def sizes(self) -> tuple[LayerSize, ...]:
+        return tuple(layer.size for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one pass needs beside the experts.
+
+    Attributes:
+        flops: multiply-adds count two.
+        weight_bytes: of parameters that are read.
+        cache_bytes: of keys and values after it.
+    """
+
+    flops: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+def read_model(source: str | Path | None) -> Model:
+    """Of a checkpoint's folder, a folder that has config.json only, or a hub id; None is the bundled model.
+
+    Raises:
+        InvalidInputError: a folder or files that cannot be read; as of `load`.
+        UnsupportedError: a dense model, or one whose experts `load` does not read.
+    """
+    path = str(bundled_folder() if source is None else find_model(_folder(source), OPERATION))
+    files = open_checkpoint(Path(path)) if any(Path(path).glob("*.safetensors")) else None
+    config = read_config(path, OPERATION, files)
+    quantization = take_quantization(config)
+    config.dtype = config.dtype or _stored_dtype(files)
+    skeleton = empty_model(config)
+    with explained(OPERATION, path, "a configuration that a model can be made of", "Check config.json."):
+        layers = _config_layers(skeleton, quantization) if files is None else _layers(skeleton, files, quantization)
+    return Model(
+        name=BUNDLED if source is None else str(source),
+        config=config,
+        dtype=config.dtype,
+        layers=tuple(layers),
+        rest_bytes=_rest_bytes(skeleton),
+        looked_up_bytes=_looked_up_bytes(skeleton),
+        checkpoint=files,
+    )
+
+
+def _folder(source: str | Path) -> str | Path:
+    """That of a config.json which was named itself."""
+    path = Path(source)
+    return path.parent if path.name == "config.json" and path.is_file() else source
+
+
+def _layers(skeleton: Any, files: Checkpoint, quantization: MoestroConfig) -> Iterator[ExpertLayer]:
+    top_k = routed_experts_of(skeleton.config)
+    for _, stored in Reader(skeleton, files, quantization).layers:
+        first, last = stored.recipes
+        size = layer_size(stored, files, top_k)
+        yield ExpertLayer(stored.path, first.shape[1:], last.shape[1:], _one_format(stored), size)
+
+
+def _one_format(stored: Stored) -> str:
+    names = {recipe.format.name for recipe in stored.recipes}
+    if len(names) > 1:
+        raise unsupported(
+            OPERATION,
+            got=f"{stored.path} with experts in {' and '.join(sorted(names))}",
+            needs="one format for both matrices of an expert",
+            fix="Measure it: moestro bench model FOLDER.",
+        )
+    return names.pop()
+
+
+def _config_layers(skeleton: Any, quantization: MoestroConfig) -> Iterator[ExpertLayer]:
+    top_k = routed_experts_of(skeleton.config)
+    for _, path, projections in places_of(skeleton):
+        holder, count = skeleton.get_submodule(path), projections.num_experts
+        shapes, dtypes = [], []
+        for projection in projections.both:
+            stacks = [projection.stack(holder.get_parameter(name), count) for name in projection.parameters]
+            shapes.append((sum(t.shape[1] for t in stacks), stacks[0].shape[2]))
+            dtypes.append(stacks[0].dtype)
+        form = quantization.format or _PUBLISHED.get(quantization.method) or _DENSE[dtypes[0]]
+        plain = ExpertLayer(path, shapes[0], shapes[1], "", LayerSize(count, min(top_k, count), 1))
+        yield plain.stored_as(form)
+
+
+def _stored_dtype(files: Checkpoint | None) -> torch.dtype:
+    """That of a model whose configuration names none: of the first tensor of a usual dtype, as Transformers has it."""
+    entries = () if files is None else (files.entry(name) for name in files.names)
+    return next((entry.dtype for entry in entries if entry.dtype in _DENSE), torch.bfloat16)
+
+
+def _rest_bytes(skeleton: Any) -> int:
+    """Of parameters and buffers that are no experts', each once."""
+    experts = {
+        id(skeleton.get_submodule(path).get_parameter(name))
+        for _, path, projections in places_of(skeleton)
+        for name in projections.parameters
+    }
+    wide = skeleton._keep_in_fp32_modules_strict or ()  # Transformers keeps these in float32 whatever the dtype
+    found = {id(t): (name, t) for name, t in (*skeleton.named_parameters(), *skeleton.named_buffers())}
+    return sum(
+        4 * tensor.numel() if any(re.search(rf"(^|\.){part}($|\.)", name) for part in wide) else tensor.nbytes
+        for key, (name, tensor) in found.items()
+        if key not in experts
+    )
+
+
+def _looked_up_bytes(skeleton: Any) -> int:
+    tied = {id(m.weight) for m in skeleton.modules() if isinstance(m, nn.Linear)}
+    tables = {id(m.weight): m.weight for m in skeleton.modules() if isinstance(m, nn.Embedding)}
+    return sum(table.nbytes for key, table in tables.items() if key not in tied)
+
+
+def count(model: Model, batch: int, lengths: Sequence[int]) -> list[Counts]:
+    """What passes of so many tokens of each sequence need, one after the other, beside the experts.
+
+    The passes are run without memory: shapes alone are computed.
+
+    Raises:
+        InvalidInputError: a model whose forward needs numbers to know shapes.
+    """
+    skeleton, found = empty_model(model.config), []
+    without_experts(skeleton)
+    cache = DynamicCache(config=skeleton.config.get_text_config())
+    needs, fix = "a language model whose shapes do not depend on its numbers", "Measure it: moestro bench model FOLDER."
+    for length in lengths:
+        ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
+        with explained(OPERATION, model.name, needs, fix), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            skeleton(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        kept = (t for each in cache.layers for t in vars(each).values() if isinstance(t, Tensor))
+        read = model.rest_bytes - model.looked_up_bytes
+        found.append(Counts(counter.get_total_flops(), read, sum(t.nbytes for t in kept)))
+    return found
+
+
+def without_experts(skeleton: Any) -> None:
+    """Have the experts of a model return what they are given.
+
+    Raises:
+        UnsupportedError: expert layers that return something else than a tensor like the first they get.
+    """
+    from moestro.hf.families.base import INTERFACE
+    from moestro.hf.serving import find
+
+    for layer in find(skeleton):
+        if layer.adapter is not INTERFACE:
+            raise unsupported(
+                OPERATION,
+                got=f"{type(skeleton).__name__}, whose {layer.path} belongs to {layer.adapter.family}",
+                needs="experts of Transformers' interface",
+                fix="Measure it: moestro bench model FOLDER.",
+            )
+        layer.module.forward = _unchanged
+
+
+def _unchanged(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states

@@ -1,0 +1,80 @@
+"""A picture of a plan: tokens per second of every way, and where the time of the first goes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moestro.bench.plot import OURS_COLOURS, PEER_COLOURS, STYLE, check_ending
+from moestro.planning.predict import Times
+from moestro.planning.report import headline
+from moestro.planning.search import Candidate
+
+if TYPE_CHECKING:
+    from moestro.planning import Plan
+
+COLOURS = dict(
+    zip((each.name for each in fields(Times)), (*OURS_COLOURS[:3], PEER_COLOURS[1], *PEER_COLOURS[2:4]), strict=True)
+)
+
+
+def plan_plot(plan: Plan, path: str | Path) -> None:
+    """Write a picture (png, svg or pdf by the name's ending) of two panels.
+
+    New tokens per second over the batch, over the devices or over the memory that one takes, whichever the candidates
+    differ in most; and the seconds of a step of each way by what they are spent in.
+
+    Raises:
+        InvalidInputError: the ending names no picture format.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    check_ending(path)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12.0, 4.8))
+        left, right = figure.subplots(1, 2)
+        _rates(left, plan.candidates)
+        _steps(right, plan.candidates[:8])
+        figure.suptitle("\n".join(headline(plan)), parse_math=False)
+        figure.savefig(path)
+
+
+def _rates(axis: Any, candidates: tuple[Candidate, ...]) -> None:
+    """A line for each format."""
+    ways = {
+        "sequences at once": lambda each: each.load.batch,
+        "devices": lambda each: each.choice.ranks,
+        "memory of a device, GB": lambda each: each.need.device / 1e9,
+    }
+    name = max(ways, key=lambda way: len({ways[way](each) for each in candidates if way != "memory of a device, GB"}))
+    if len({ways[name](each) for each in candidates}) == 1:
+        name = "memory of a device, GB"
+    best: dict[str, dict[float, float]] = {}
+    for each in candidates:
+        line, place = best.setdefault(each.choice.format or "as stored", {}), ways[name](each)
+        line[place] = max(line.get(place, 0.0), each.decode_rate)
+    for (form, line), colour in zip(best.items(), (*OURS_COLOURS, *PEER_COLOURS), strict=False):
+        axis.plot(sorted(line), [line[place] for place in sorted(line)], marker="o", color=colour, label=form)
+    axis.set(xlabel=name, ylabel="new tokens a second", ylim=(0, None), title="tokens a second of all sequences")
+    axis.legend()
+
+
+def _steps(axis: Any, candidates: tuple[Candidate, ...]) -> None:
+    """A bar for each way."""
+    labels = [
+        f"{each.choice.format or 'as stored'}, {each.load.batch}"
+        + (f", {each.choice.ep}x{each.choice.tp}" if each.choice.ranks > 1 else "")
+        for each in candidates
+    ]
+    begin = [0.0] * len(candidates)
+    for stage, colour in COLOURS.items():
+        widths = [1e3 * getattr(each.decode, stage) for each in candidates]
+        if any(widths):
+            axis.barh(range(len(candidates)), widths, left=begin, color=colour, label=stage, height=0.6)
+        begin = [a + b for a, b in zip(begin, widths, strict=True)]
+    axis.set_yticks(range(len(candidates)), labels)
+    axis.invert_yaxis()
+    axis.set(xlabel="ms", title="a step of decoding (experts, batch)")
+    axis.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15))

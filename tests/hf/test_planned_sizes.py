@@ -1,0 +1,113 @@
+"""What a plan counts of a checkpoint is what a load of it has: every byte, of experts, of all else, of the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import moestro
+from hf.checkpoints import FAMILIES
+from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.hf.memory import expert_memory
+from moestro.hf.store import ExpertStore
+from moestro.memory.sizes import cut, least_budget, total_bytes
+from moestro.planning.model import count, read_model
+
+FORMATS = [("olmoe", "int8"), *(("gpt-oss-20b", name) for name in ("int8", "mxfp4", "int4-g32", "fp8-e4m3-b128"))]
+WEIGHTS = "*.safetensors"
+
+
+def loaded_bytes(model):
+    """Of experts, and of all other tensors."""
+    stores = [module for module in model.modules() if isinstance(module, ExpertStore)]
+    experts = sum(t.nbytes for store in stores for t in store.tensors.values())
+    own = {id(t) for store in stores for t in store.tensors.values()}
+    rest = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in own}
+    return experts, sum(t.nbytes for t in rest.values())
+
+
+@pytest.mark.parametrize("like", FAMILIES)
+def test_every_byte_of_a_loaded_model(made, like):
+    folder = made.folder(like)
+    planned = read_model(folder)
+    assert (total_bytes(planned.sizes), planned.rest_bytes) == loaded_bytes(moestro.load(folder))
+
+
+@pytest.mark.parametrize(("like", "form"), FORMATS)
+def test_every_byte_of_experts_that_are_quantised(made, like, form):
+    folder = made.folder(like)
+    planned = read_model(folder).stored_as(form)
+    assert total_bytes(planned.sizes) == loaded_bytes(moestro.load(folder, form))[0]
+    assert planned.layers[0].bits == 8 * planned.sizes[0].expert_bytes / (
+        sum(a * b for a, b in (planned.layers[0].gate_up, planned.layers[0].down))
+    )
+
+
+@pytest.mark.parametrize("like", ["olmoe", "gpt-oss-20b", "qwen3-30b-a3b-fp8"])
+def test_every_byte_of_slots(made, like):
+    folder = made.folder(like)
+    planned = read_model(folder)
+    for budget in (least_budget(planned.sizes), total_bytes(planned.sizes) * 2 // 3):
+        memory = expert_memory(moestro.load(folder, memory=budget))
+        assert memory.slot_bytes == sum(pool.slots * pool.expert_bytes for pool in cut("plan", planned.sizes, budget))
+
+
+@pytest.mark.parametrize("like", ["olmoe", "gpt-oss-20b", "mixtral-8x7b", "deepseek-v3"])
+def test_every_byte_of_the_cache(made, like):
+    folder, lengths = made.folder(like), (21, 1, 9)
+    model, cache = moestro.load(folder), None
+    counts = count(read_model(folder), 3, lengths)
+    for length, counted in zip(lengths, counts, strict=True):
+        with torch.no_grad():
+            cache = model(
+                torch.ones(3, length, dtype=torch.int64), past_key_values=cache, use_cache=True
+            ).past_key_values
+        assert isinstance(cache, DynamicCache)
+        held = (t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
+        assert counted.cache_bytes == sum(t.nbytes for t in held)
+    assert counts[1].flops < counts[2].flops < counts[0].flops
+
+
+@pytest.mark.parametrize("like", ["olmoe", "gpt-oss-20b", "deepseek-v3", "qwen3-30b-a3b"])
+def test_a_configuration_alone_says_as_much(made, like, tmp_path):
+    folder = made.copy(like, tmp_path / like)
+    whole = read_model(folder)
+    for file in folder.glob(WEIGHTS):
+        file.unlink()
+    for path in (folder, folder / "config.json"):
+        found = read_model(path)
+        assert found.checkpoint is None
+        assert [s.expert_bytes for s in found.sizes] == [s.expert_bytes for s in whole.sizes]
+        assert [layer.format for layer in found.layers] == [layer.format for layer in whole.layers]
+        assert found.rest_bytes == whole.rest_bytes
+
+
+def test_a_configuration_without_a_dtype(made, tmp_path):
+    folder = made.copy("olmoe", tmp_path / "olmoe")
+    whole = read_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_model(folder).rest_bytes == whole.rest_bytes == loaded_bytes(moestro.load(folder))[1]
+
+
+def test_what_is_refused(made, tmp_path):
+    with pytest.raises(InvalidInputError, match=r"\[plan\] got .*nowhere"):
+        read_model(tmp_path / "nowhere")
+    folder = made.copy("olmoe", tmp_path / "cut")
+    file = next(folder.glob(WEIGHTS))
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(InvalidInputError, match="cut off"):
+        read_model(folder)
+    with pytest.raises(InvalidInputError, match=r"unknown|one of"):
+        read_model(made.folder("olmoe")).stored_as("int3")
+    dense = tmp_path / "dense"
+    shutil.copytree(made.folder("olmoe"), dense)
+    (dense / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}))
+    with pytest.raises((UnsupportedError, InvalidInputError)):
+        read_model(dense)

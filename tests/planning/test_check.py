@@ -1,0 +1,66 @@
+"""A check compares what was predicted with what a process found, and says whether the recommendation was right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import moestro
+from moestro.bench.model import ModelPoint
+from moestro.errors import UnsupportedError
+from moestro.planning import check, machines
+
+HERE = replace(machines.read_machine("h200"), is_here=False, name="box")
+
+
+@pytest.fixture
+def plan():
+    return moestro.plan(machine=HERE, batches=[1, 4], new_tokens=40)
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    """What was asked of processes; each finds twice the seconds, a quarter more memory."""
+    asked = []
+
+    def measure(case):
+        asked.append(case)
+        return ModelPoint(case, prompt_seconds=0.2, decode_seconds=0.1 / case.batch, peak_bytes=10**8)
+
+    monkeypatch.setattr(check, "measure", measure)
+    return asked
+
+
+def test_the_first_and_two_others_are_run(plan, cases):
+    here = replace(plan, machine=replace(plan.machine, is_here=True))
+    found = check.check(here)
+    assert len(found) == len(cases) == 3
+    assert found[0].candidate is plan.best
+    kinds = [(case.format, case.batch) for case in cases]
+    assert len(set(kinds)) == 3
+    for case, one in zip(cases, found, strict=True):
+        candidate = one.candidate
+        assert (case.format, case.memory, case.batch) == (
+            candidate.choice.format,
+            candidate.choice.memory,
+            candidate.load.batch,
+        )
+        assert (case.prompt_tokens, case.new_tokens, case.projections) == (128, check.MOST_NEW_TOKENS, "auto")
+        assert one.prompt_error == pytest.approx(candidate.prompt.total / 0.2 - 1)
+        assert one.decode_error == pytest.approx(candidate.decode.total / (0.1 / case.batch) - 1)
+        assert one.memory_error == pytest.approx(candidate.need.device / 1e8 - 1)
+        assert one.rate == pytest.approx(case.batch * 40 / (0.2 + 40 * 0.1 / case.batch))
+        json.dumps(one.as_json())
+    text = check.text(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "of the fastest of these" in text
+
+
+@pytest.mark.parametrize("change", [{}, {"checkpoint": None}])
+def test_what_cannot_be_run_is_refused(plan, cases, change):
+    other = replace(plan, machine=replace(plan.machine, is_here=True), model=replace(plan.model, **change))
+    with pytest.raises(UnsupportedError, match="Leave --check out"):
+        check.check(other if change else plan)
+    assert cases == []

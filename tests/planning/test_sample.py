@@ -1,0 +1,98 @@
+"""What is timed in position of a model: its own shapes, every layer counted once, and all of the time somewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import astuple
+
+import pytest
+import torch
+
+from hf.checkpoints import Checkpoints
+from moestro import machine
+from moestro.errors import UnsupportedError
+from moestro.hf.sources import empty_model
+from moestro.ops import measured
+from moestro.planning import Load, sample
+from moestro.planning.model import read_model
+
+BUNDLED = read_model(None)
+
+
+@pytest.fixture(autouse=True)
+def kept_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_every_second_belongs_to_one_stage(monkeypatch):
+    """Of a clock that ticks once at each look, the passes of a generation add up to all but its ends."""
+    model = sample._made(BUNDLED, range(2))
+    ticks = itertools.count()
+    monkeypatch.setattr(sample.time, "perf_counter", lambda: float(next(ticks)))
+    passes = sample._generated(model.eval(), torch.ones(1, 5, dtype=torch.int64), 4)
+    assert len(passes) == 4
+    total = sum(sum(map(sum, map(astuple, one.blocks))) + sum(astuple(one.outside)) for one in passes)
+    assert total == next(ticks) - 1
+    assert all(rest.attention > 0 for one in passes for rest in one.blocks)
+    assert all(one.outside.dense > 0 for one in passes)
+
+
+def test_every_layer_counts(monkeypatch):
+    """Six layers that are alike take six times the median of those timed."""
+    rest, outside = sample.Rest(1.0, 2.0, 3.0), sample.Rest(0.5, 0.0, 0.25)
+    one = sample._Pass((rest,) * sample.LAYERS, outside)
+    monkeypatch.setattr(sample, "_run", lambda model, positions, *_: ([one], [one]))
+    prompt, step = sample._measured(BUNDLED, Load(1, 4, 4), "torch", lambda *_: None)
+    assert prompt == step == sample.Rest(6.5, 12.0, 18.25)
+
+
+def test_kinds_of_layers(made):
+    kinds = {
+        like: sample._kinds(empty_model(read_model(made.folder(like)).config)) for like in ("gpt-oss-20b", "olmoe")
+    }
+    assert len(kinds["gpt-oss-20b"]) == 2  # attention to a window, and to all
+    assert len(kinds["olmoe"]) == 1
+    deepseek = sample._kinds(empty_model(read_model(made.folder("deepseek-v3")).config))
+    assert len(deepseek) == 2  # dense, and of experts
+    for found in (*kinds.values(), deepseek):
+        positions = sorted(position for of_kind in found for position in of_kind)
+        assert positions == list(range(len(positions)))
+
+
+@pytest.mark.parametrize("like", ["gpt-oss-20b", "olmoe", "deepseek-v3", "qwen3-30b-a3b", "glm4-moe"])
+def test_architectures_are_timed(made, like):
+    model = read_model(made.folder(like))
+    before = json.dumps(model.config.to_dict(), default=str)
+    for rest in sample._measured(model, Load(2, 7, 4), "auto", lambda *_: None):
+        assert min(astuple(rest)) >= 0
+        assert rest.attention > 0
+    assert json.dumps(model.config.to_dict(), default=str) == before
+
+
+def test_it_is_measured_once(monkeypatch):
+    calls = []
+    found = sample.Rest(1.0, 2.0, 3.0), sample.Rest(4.0, 5.0, 6.0)
+    monkeypatch.setattr(sample, "_measured", lambda *given: calls.append(given) or found)
+    for _ in range(2):
+        assert sample.rest_of(BUNDLED, Load(1, 8, 4), "auto") == found
+    sample.rest_of(BUNDLED, Load(2, 8, 4), "auto")
+    assert len(calls) == 2
+    assert sum(name.startswith("beside the experts of ") for name in measured.read()) == 2
+
+
+def test_what_is_measured_may_need_what_is_measured():
+    inner = [measured.kept("inner", lambda: [2.0], bool)[0]]
+    assert measured.kept("outer", lambda: [inner[0] + measured.kept("other", lambda: [3.0], bool)[0]], bool) == [5.0]
+    assert measured.read() == {"inner": [2.0], "other": [3.0], "outer": [5.0]}
+
+
+def test_a_sample_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2**20)
+    with pytest.raises(UnsupportedError, match="--machine"):
+        sample._made(BUNDLED, range(2))
