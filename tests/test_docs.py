@@ -153,6 +153,8 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         (["plan"], "plan"),
         (["bench", "layer"], "bench"),
         (["bench", "parallel"], "bench"),
+        (["bench", "scale"], "bench"),
+        (["bench", "model"], "bench"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked import python
 from moestro.bench import model as cases
 from moestro.bench.memory import resident, restart
 from moestro.bench.model import ModelCase, ModelPoint, measure
@@ -20,22 +20,14 @@ from moestro.hf import timed
 from moestro.profiling import STAGES
 
 FOUR_PARTS = re.compile(r"\[[\w ]+\] got .+; needs .+\. .+\.")
-IMPORTS = (
-    "moestro.cli",
-    "moestro.hf.generate",
-    "moestro.hf.text_model",
-    "moestro.hf.quantization",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)
-"""Those of the command line's tests, whose process waits already."""
 SHORT = {"prompt_tokens": 4, "new_tokens": 3}
 EXPERT = 3 * 16 * 8 * 4
 """Bytes of one expert of the tiny model, in float32."""
 
 
 @pytest.fixture(autouse=True)
-def forked_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "COMMAND", (*python(*IMPORTS), "-m", "moestro.hf.timed"))
+def forked_cases(forked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "COMMAND", (*shlex.split(forked)[:-1], "moestro.hf.timed"))
 
 
 def asked(folder: Path, **options: object) -> dict:

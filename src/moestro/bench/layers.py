@@ -67,10 +67,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def named(name: str) -> LayerSpec:
+def named(name: str, operation: str = "bench layer") -> LayerSpec:
     """The layer of this name, or an InvalidInputError."""
     if name not in LAYERS:
-        raise not_one_of("bench layer", "layer", name, LAYERS, "Or 'all' for every one.")
+        fix = "Or 'all' for every one." if operation == "bench layer" else "Pick one of these."
+        raise not_one_of(operation, "layer", name, LAYERS, fix)
     return LAYERS[name]
 
 

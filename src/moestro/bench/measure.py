@@ -113,7 +113,7 @@ def _run_group(
 ) -> None:
     """Add rows of the variants whose weights have equally many bits; a point that breaks says what broke it."""
     release(layer.device)
-    prepared = _prepared(layer, points[0].variants)
+    bound = prepared(layer, points[0].variants)
     formats = ", ".join(dict.fromkeys(v.numbers.name_in(layer.dtype) for v in points[0].ours))
     for place in points:
         what = [layer.spec.name, dtype_name(layer.dtype), formats, f"T={place.num_tokens}"]
@@ -123,13 +123,13 @@ def _run_group(
             report.rows += place.skipped(BUDGET_SPENT)
             continue
         try:
-            report.rows += run_point(Point(layer, place, report), prepared, share)
+            report.rows += run_point(Point(layer, place, report), bound, share)
         except failures() as error:
             check_device(layer.device, None, sentence(error))
             report.rows += place.skipped(sentence(error))
 
 
-def _prepared(layer: Layer, variants: tuple[Variant, ...]) -> dict[str, Bind | str]:
+def prepared(layer: Layer, variants: tuple[Variant, ...]) -> dict[str, Bind | str]:
     """What calls each variant, by its name, or the sentence why nothing can."""
     found: dict[str, Bind | str] = {}
     for variant in variants:

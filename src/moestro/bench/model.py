@@ -121,11 +121,12 @@ def measure(case: ModelCase) -> ModelPoint:
     asked = json.dumps({**asdict(case), "threads": torch.get_num_threads()})
     done = subprocess.run([*COMMAND, asked], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise _ended(case, done.returncode, done.stderr)
+        ended = _ended(case, done.returncode, done.stderr)
+        raise ended
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "error" in found:
-        kind = getattr(errors, found["error"], MoestroError)
-        raise kind(found["text"])
+        refusal: MoestroError = getattr(errors, found["error"], MoestroError)(found["text"])
+        raise refusal
     return ModelPoint(case=case, **found)
 
 

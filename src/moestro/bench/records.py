@@ -30,6 +30,7 @@ class Plan:
         device: where.
         budget: seconds for the whole run, or None. Points share what is left of it; those it does not reach are
             skipped, which their rows say.
+        operation: what asks, for errors.
 
     Raises:
         InvalidInputError: nothing to measure, T < 1, seconds <= 0, a dtype that is no float of 16 or 32 bits, or a
@@ -44,21 +45,25 @@ class Plan:
     seconds: float = 1.0
     device: str = "cpu"
     budget: float | None = None
+    operation: str = "bench layer"
 
     def __post_init__(self) -> None:
         counts = {"layers": self.layers, "token counts": self.tokens, "dtypes": self.dtypes, "variants": self.ours}
         if not all(counts.values()):
             got = ", ".join(f"{len(found)} {name}" for name, found in counts.items())
-            raise _bad_plan(got, "at least one of each", "Leave an option out for its default.")
+            raise self._refused(got, "at least one of each", "Leave an option out for its default.")
         given = {"tokens": min(self.tokens), "seconds per point": self.seconds, "budget": self.budget}
         for name, value in given.items():
             if value is not None and not value > 0:
-                raise _bad_plan(f"{name} {value}", "more than 0", "Try 1.")
+                raise self._refused(f"{name} {value}", "more than 0", "Try 1.")
         for dtype in self.dtypes:
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise _bad_plan(f"dtype {dtype}", "float32, bfloat16 or float16", "Pick one of the three.")
+                raise self._refused(f"dtype {dtype}", "float32, bfloat16 or float16", "Pick one of the three.")
         if not _is_here(self.device):
-            raise _bad_plan(f"device {self.device!r}", "a torch device of this machine", "Try cpu.")
+            raise self._refused(f"device {self.device!r}", "a torch device of this machine", "Try cpu.")
+
+    def _refused(self, got: str, needs: str, fix: str) -> InvalidInputError:
+        return invalid_input(self.operation, got=got, needs=needs, fix=fix)
 
     def by_bits(self, dtype: torch.dtype) -> dict[int, Plan]:
         """The plan cut into parts whose weights have equally many bits, in the order of moestro's variants."""
@@ -91,10 +96,6 @@ class Plan:
             for part in self.by_bits(dtype).values()
             for num_tokens in self.tokens
         ]
-
-
-def _bad_plan(got: str, needs: str, fix: str) -> InvalidInputError:
-    return invalid_input("bench layer", got=got, needs=needs, fix=fix)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moestro.cli import bench_model
 from moestro.cli.progress import points, wide_console
 from moestro.cli.refusal import check_targets, refusals
 from moestro.cli.simulate import exponent_of
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from moestro.bench import Report
     from moestro.bench.ranks_records import RanksReport
+    from moestro.bench.scale import ScalePlan
 
 app = typer.Typer(help="Time moestro against its peers, under this machine's measured roof.", no_args_is_help=True)
 
@@ -57,6 +59,7 @@ def layer(
 
     Lists are separated by commas. Every output is checked against the float32 reference first; where one is wrong its
     ratio is refused and the exit code is 1. Bad arguments end with exit code 2.
+    For instance: moestro bench layer --layer gpt-oss-20b --tokens 1,16
     """
     import torch
 
@@ -106,6 +109,7 @@ def parallel(
 
     It starts processes of this machine, or is started by torchrun; rank 0 prints. Every output is checked first; where
     one is wrong the exit code is 1. Bad arguments end with exit code 2.
+    For instance: moestro bench parallel --processes 2 --tokens 64,512
     """
     import torch
 
@@ -134,6 +138,80 @@ def parallel(
     _print_ranks(report, json_path)
     if report.wrong:
         raise typer.Exit(1)
+
+
+@app.command()
+def scale(
+    layer: Annotated[str, typer.Option(help="A named layer.")] = "olmoe",
+    experts: Annotated[str | None, typer.Option(help="Values of E; else a quarter to twice the layer's own.")] = None,
+    top_k: Annotated[str | None, typer.Option(help="Values of K; else 1,2,4,8 and the layer's own.")] = None,
+    tokens: Annotated[str | None, typer.Option(help=f"Values of T; else {TOKENS}.")] = None,
+    at_tokens: Annotated[int, typer.Option(help="T while E or K is varied.")] = 16,
+    dtype: Annotated[str, typer.Option(help="Of x and dense weights: float32, bfloat16, float16.")] = "bfloat16",
+    formats: Annotated[str, typer.Option(help="Of the weights: dense, mxfp4, int8, ...")] = "dense",
+    seconds_per_point: Annotated[float | None, typer.Option(help=f"For each format; else {SECONDS}.")] = None,
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help=f"T = {QUICK_TOKENS}; under a minute.")] = False,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
+) -> None:
+    """How time and memory of a layer grow with its experts E, with experts a token K, and with tokens T.
+
+    One of the three is varied at a time; the others are the layer's own, and T is --at-tokens. Lists are separated by
+    commas. Every output is checked first; where one is wrong the exit code is 1. Bad arguments end with exit code 2.
+    For instance: moestro bench scale --formats dense,int8 --plot scale.png
+    """
+    import torch
+
+    from moestro.bench import ours
+    from moestro.bench import scale as library
+    from moestro.bench.layers import named
+
+    with refusals():
+        check_targets("bench scale", plot, Path(json_path) if json_path not in (None, "-") else None)
+        spec = named(layer, "bench scale")
+        plan = library.ScalePlan(
+            spec,
+            _given(experts, library.default_experts(spec)),
+            _given(top_k, library.default_top_k(spec)),
+            _counts(tokens or (QUICK_TOKENS if quick else TOKENS), "bench scale", TOKENS),
+            tuple(ours("auto", format) for format in _split(formats)),
+            at_tokens,
+            vars(torch).get(dtype, dtype),
+            seconds_per_point if seconds_per_point is not None else QUICK_SECONDS if quick else SECONDS,
+            device,
+            QUICK_BUDGET if quick else None,
+        )
+        _run_scale(plan, json_path, plot)
+
+
+def _given(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    return default if text is None else _counts(text, "bench scale", ",".join(map(str, default)))
+
+
+def _run_scale(plan: ScalePlan, json_path: str | None, plot: Path | None) -> None:
+    from moestro.bench.scale import scale as run
+    from moestro.bench.scale_report import headline, scale_plot, tables
+
+    with points(plan.num_different) as on_point:
+        report = run(plan, on_point)
+    if json_path is not None:
+        text = json.dumps(report.as_json(), indent=1) + "\n"
+        typer.echo(text, nl=False) if json_path == "-" else Path(json_path).write_text(text)
+    console = wide_console(stderr=json_path == "-")
+    console.print(*headline(report), sep="\n", soft_wrap=True)
+    for table in tables(report):
+        console.print(table)
+    for row in report.wrong:
+        console.print(f"wrong output: {row.variant}, E={row.num_experts} K={row.top_k} T={row.num_tokens}", style="red")
+    if plot is not None and any(point.row.microseconds for point in report.points):
+        scale_plot(report, plot)
+        console.print(f"picture: {plot}")
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+app.command()(bench_model.model)
 
 
 def _print_ranks(report: RanksReport, json_path: str | None) -> None:

@@ -31,6 +31,7 @@ def cache(
     Several files are one run after the other, of one model. Lists are separated by commas. Tokens per second are
     those at which reading alone would go on, at the rate of --disk; without it nothing is said of them. What cannot be
     replayed ends with one line and exit code 2.
+    For instance: moestro cache run.npz --budget 4GB,8GB --disk 2GB/s
     """
     with refusals():
         check_targets("cache", plot, None)

@@ -58,6 +58,7 @@ def chat(
 
     /help lists what can be typed beside messages. Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal each line
     of standard input is a message, answers go to stdout, and what cannot be done ends it with exit code 2.
+    For instance: moestro chat openai/gpt-oss-20b --memory 8GB
     """
     with refusals():
         from moestro.hf import MoestroConfig

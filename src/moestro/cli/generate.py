@@ -67,8 +67,8 @@ def generate(
     """Continue prompts with a Mixture-of-Experts language model, and say how fast it went.
 
     The text goes to stdout as it is generated, everything else to stderr. With --ep or --tp every rank that torchrun
-    starts runs the model with its own part of the experts, and rank 0 prints. What cannot be done (a folder that holds
-    no model, a dense model, no tokenizer, an option out of range) ends with one line and exit code 2.
+    starts has its own part of the experts, and rank 0 prints. What cannot be done ends with one line and exit code 2.
+    For instance: moestro generate "def fibonacci(n):" --max-new-tokens 64
     """
     with refusals():
         from moestro.hf import generate as library

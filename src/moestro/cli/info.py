@@ -24,7 +24,10 @@ def info(
     measure: Annotated[bool, typer.Option("--measure", help="Measure bandwidth and FLOP/s; a few seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Versions, processor features, threads, devices, and the implementations of every operation with reasons."""
+    """Versions, processor features, threads, devices, and the implementations of every operation with reasons.
+
+    For instance: moestro info --measure --json
+    """
     with refusals():
         found = collect(measure)
     if as_json:

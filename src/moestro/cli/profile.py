@@ -52,8 +52,8 @@ def profile(
     """Continue prompts, and say which experts were used and where the time went, in prompts and in generation.
 
     Tokens are the likeliest ones. Each prompt is read once before, unprofiled, but with --memory, whose first reads
-    count. For instance: moestro profile --prompt "def fibonacci(n):" --plot profile.png. With --ep or --tp rank 0
-    prints its own part. What cannot be done ends with one line and exit code 2.
+    count. With --ep or --tp rank 0 prints its own part. What cannot be done ends with one line and exit code 2.
+    For instance: moestro profile --prompt "def fibonacci(n):" --plot profile.png
     """
     with refusals():
         check_targets("profile", plot, chrome_trace)

@@ -38,6 +38,7 @@ def quality(
     Every variant reads the text beside a baseline with the experts as they are, in float32. The table: bits per byte
     and perplexity, KL divergence of the next-token distributions, how often both hold the same token for the likeliest,
     the error of the experts' outputs, and the share of routing decisions that changed.
+    For instance: moestro quality --format mxfp4 --format int8
     """
     with refusals():
         check_targets("quality", plot, report)

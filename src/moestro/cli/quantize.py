@@ -39,6 +39,7 @@ def quantize(
 
     Routers, attention and everything else are copied as they are. A run that stops, for whatever reason, is continued
     by the same command; if the result is there already, nothing is written.
+    For instance: moestro quantize SRC DST --format mxfp4
     """
     with refusals():
         overrides = _overrides(override or [])

@@ -51,8 +51,8 @@ def serve(
 ) -> None:
     """Serve a Mixture-of-Experts language model to OpenAI's clients: chat, completions and responses.
 
-    It serves until SIGINT or SIGTERM, lets requests end for --grace seconds and exits with 0; a second signal ends it
-    at once. What cannot be done (no model, no free port, an option out of range) ends with one line and exit code 2.
+    SIGINT or SIGTERM ends it, after --grace seconds for requests; what cannot be done one line, with exit code 2.
+    For instance: moestro serve openai/gpt-oss-20b --port 8000 --batch 4
     """
     with refusals():
         _check_installed()

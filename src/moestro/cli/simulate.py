@@ -53,6 +53,7 @@ def simulate(
 
     Experts are placed by the loads of other tokens than those that are run. Lists are separated by commas. Times are
     those of a cost model, not of this machine. What cannot be simulated ends with one line and exit code 2.
+    For instance: moestro simulate --mesh 4x8 --load zipf:0.8 --plot mesh.png
     """
     with refusals():
         check_targets("simulate", plot, report)
