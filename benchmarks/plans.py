@@ -79,7 +79,7 @@ def row(name: str, one: Checked) -> str:
 
 
 HEAD = """\
-| model | experts | batch | budget | prompt, ms | measured | off | a step, ms | measured | off | memory | measured | off |
+| model | experts | batch | budget | prompt, ms | seen | off | a step, ms | seen | off | memory | seen | off |
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 
