@@ -92,7 +92,7 @@ def forgotten_graphs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
-    """Triton's interpreter does not replace at every call what it has replaced."""
+    """Triton's interpreter without what it does for nothing."""
     if importlib.util.find_spec("triton") is not None:
         import interpreted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -39,6 +40,11 @@ def broken_kernel(x):
     tl.static_assert(of_largest(tl.load(x + tl.arange(0, 16)), 1.0).shape == (7,))
 
 
+@triton.jit
+def double_kernel(x):
+    tl.store(x, tl.load(x) + tl.load(x))
+
+
 def launch(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     shares_kernel[(2,)](x, y, len(x) // 2, N)
@@ -58,6 +64,8 @@ def test_bits_are_those_of_triton_as_it_is(walks: list[Any], monkeypatch: pytest
     x = torch.randn(6, N)
     once, few = [launch(x) for _ in range(3)][2], len(walks)
     monkeypatch.setattr(interpreter, "_patch_lang", interpreted._replace_all)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
     walks.clear()
     assert torch.equal(launch(x), once)
     assert torch.allclose(once[:, -1], torch.ones(6))
@@ -83,3 +91,13 @@ def test_what_a_kernel_raises_leaves_the_language_as_it_was() -> None:
             broken_kernel[(1,)](x)
         assert tl.load is load
         assert torch.equal(launch(x), expected)
+
+
+def test_an_overflow_is_asserted_where_assertions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder, most = interpreter.interpreter_builder, torch.iinfo(torch.int32).max
+    assert not builder.options.debug
+    assert not builder.options.sanitize_overflow
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True, sanitize_overflow=True))
+    double_kernel[(1,)](torch.tensor([most // 2], dtype=torch.int32))
+    with pytest.raises(Exception, match="overflow detected"):
+        double_kernel[(1,)](torch.tensor([most], dtype=torch.int32))
