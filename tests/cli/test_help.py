@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from moestro.cli import app
+from moestro.cli import app, progress
 from test_docs import parse
 
 ROOT: Any = typer.main.get_command(app)
@@ -37,3 +40,19 @@ def test_results_come_as_json(names: list[str]) -> None:
     for name in names:
         command = command.commands[name]
     assert "--json" in [option for parameter in command.params for option in parameter.opts]
+
+
+def test_what_takes_long_says_so_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def watched(text: str, shown: bool) -> Iterator[None]:
+        said.append((text, shown))
+        yield
+
+    monkeypatch.setattr(progress, "bar", watched)
+    for is_terminal in (True, False):
+        monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda is_terminal=is_terminal: is_terminal))
+        with progress.waiting("replaying"):
+            pass
+    assert said == [("replaying", True), ("replaying", False)]

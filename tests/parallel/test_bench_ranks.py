@@ -88,7 +88,7 @@ def test_the_command_starts_its_own_processes(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--layer", "gpt5"], "[bench layer] got layer 'gpt5'"),
+        (["--layer", "gpt5"], "[bench parallel] got layer 'gpt5'"),
         (["--dispatcher", "pigeons"], "[bench parallel] got dispatchers pigeons"),
         (["--processes", "1"], "[bench parallel] got 1 processes; needs 2 to 64"),
         (["--threads", "0"], "0 threads"),

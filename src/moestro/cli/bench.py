@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moestro.cli import bench_model
-from moestro.cli.progress import points, wide_console
+from moestro.cli.progress import points, waiting, wide_console
 from moestro.cli.refusal import check_targets, refusals
 from moestro.cli.simulate import exponent_of
 from moestro.errors import invalid_input
@@ -119,7 +119,7 @@ def parallel(
     with refusals():
         check_targets("bench parallel", None, Path(json_path) if json_path not in (None, "-") else None)
         plan = RankPlan(
-            spec=named(layer),
+            spec=named(layer, "bench parallel"),
             tokens=_counts(tokens, "bench parallel", "512"),
             dispatchers=tuple(_split(dispatcher)),
             dtype=vars(torch).get(dtype, dtype),
@@ -132,7 +132,8 @@ def parallel(
         if joined and processes is not None:
             got, needs = f"--processes {processes} under torchrun", "those that torchrun started"
             raise invalid_input("bench parallel", got=got, needs=needs, fix="Leave it out.")
-        report = measure(plan) if joined else launch(plan, 2 if processes is None else processes)
+        with waiting("measuring on every process"):
+            report = measure(plan) if joined else launch(plan, 2 if processes is None else processes)
     if joined and report.rank > 0:
         raise typer.Exit(1 if report.wrong else 0)
     _print_ranks(report, json_path)

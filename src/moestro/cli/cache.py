@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moestro.cli.progress import wide_console
+from moestro.cli.progress import waiting, wide_console
 from moestro.cli.refusal import check_targets, refusals
 from moestro.cli.sizes import parse_bytes
 from moestro.errors import invalid_input
@@ -41,8 +41,9 @@ def cache(
         size = None if expert_bytes is None else parse_bytes("cache", "--expert-bytes", expert_bytes, least=1)
         rate = None if disk is None else _rate(disk)
         budgets = None if budget is None else [parse_bytes("cache", "--budget", part) for part in _split(budget)]
-        trace = merged([read_trace(path, size, experts) for path in traces])
-        rows = compare(trace, budgets, None if policy is None else _split(policy), rate)
+        with waiting("replaying"):
+            trace = merged([read_trace(path, size, experts) for path in traces])
+            rows = compare(trace, budgets, None if policy is None else _split(policy), rate)
         found = CacheReport.of(trace, rows, rate)
         if as_json:
             typer.echo(json.dumps(found.as_json()))

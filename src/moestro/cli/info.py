@@ -12,7 +12,7 @@ import typer
 from rich.filesize import pick_unit_and_suffix
 
 import moestro
-from moestro.cli.progress import named_values, wide_console
+from moestro.cli.progress import named_values, waiting, wide_console
 from moestro.cli.refusal import refusals
 
 PACKAGES = ("transformers", "safetensors", "tokenizers", "numpy", "triton")
@@ -28,7 +28,7 @@ def info(
 
     For instance: moestro info --measure --json
     """
-    with refusals():
+    with refusals(), waiting("measuring" if measure else "asking every implementation"):
         found = collect(measure)
     if as_json:
         typer.echo(json.dumps(found, indent=1))

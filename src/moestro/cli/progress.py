@@ -73,6 +73,13 @@ def bar(start: str, shown: bool = True, in_bytes: bool = False) -> Iterator[Upda
 
 
 @contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A bar on a terminal that says what is done and for how long, of work that does not say how far it is."""
+    with bar(text, sys.stderr.isatty()):
+        yield
+
+
+@contextmanager
 def points(total: int, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
     """Yields what is to be called with a description as each of `total` points begins."""
     count = itertools.count()

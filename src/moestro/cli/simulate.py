@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moestro.cli.progress import wide_console
+from moestro.cli.progress import waiting, wide_console
 from moestro.cli.refusal import check_targets, refusals
 from moestro.errors import invalid_input
 
@@ -64,7 +64,8 @@ def simulate(
         routed = _draw(experts, drawn) if trace is None else _recorded(trace, trace_layer, experts, drawn)
         count = routed.num_experts
         slots = count + (min(-(-count // 8), count * (asked.num_ranks - 1)) if redundant is None else redundant)
-        found = _compare(asked, routed, (_split(policy), slots, (groups, nodes)), (_split(dispatch), row_bytes))
+        with waiting("simulating"):
+            found = _compare(asked, routed, (_split(policy), slots, (groups, nodes)), (_split(dispatch), row_bytes))
         if as_json:
             typer.echo(json.dumps(found.as_json()))
         else:
