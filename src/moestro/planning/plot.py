@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,19 @@ COLOURS = dict(
 )
 
 
-def plan_plot(plan: Plan, path: str | Path) -> None:
-    """Write a picture (png, svg or pdf by the name's ending) of two panels.
+AXES: dict[str, Callable[[Candidate], float]] = {
+    "sequences at once": lambda each: each.load.batch,
+    "devices": lambda each: each.choice.ranks,
+    "memory of a device, GB": lambda each: each.need.device / 1e9,
+}
+"""What tokens per second are drawn over, and how a candidate has it."""
 
-    New tokens per second over the batch, over the devices or over the memory that one takes, whichever the candidates
-    differ in most; and the seconds of a step of each way by what they are spent in.
+
+def plan_plot(plan: Plan, path: str | Path) -> None:
+    """Write a picture (png, svg or pdf by the name's ending).
+
+    New tokens per second over the batch, over devices and over the memory of one, as far as candidates differ in these;
+    and the seconds of a step of the first ones by what they are spent in.
 
     Raises:
         InvalidInputError: the ending names no picture format.
@@ -32,32 +41,27 @@ def plan_plot(plan: Plan, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     check_ending(path)
+    axes = [name for name, of in AXES.items() if len({of(each) for each in plan.candidates}) > 1] or [*AXES][:1]
     with rc_context(STYLE):
-        figure = Figure(figsize=(12.0, 4.8))
-        left, right = figure.subplots(1, 2)
-        _rates(left, plan.candidates)
+        figure = Figure(figsize=(4.2 * len(axes) + 5.6, 4.8))
+        *left, right = figure.subplots(1, len(axes) + 1, width_ratios=[*(3.0 for _ in axes), 4.0])
+        for name, axis in zip(axes, left, strict=True):
+            _rates(axis, name, plan.candidates)
+        left[0].set(ylabel="new tokens a second, of all sequences")
         _steps(right, plan.candidates[:8])
         figure.suptitle("\n".join(headline(plan)), parse_math=False)
         figure.savefig(path)
 
 
-def _rates(axis: Any, candidates: tuple[Candidate, ...]) -> None:
-    """A line for each format."""
-    ways = {
-        "sequences at once": lambda each: each.load.batch,
-        "devices": lambda each: each.choice.ranks,
-        "memory of a device, GB": lambda each: each.need.device / 1e9,
-    }
-    name = max(ways, key=lambda way: len({ways[way](each) for each in candidates if way != "memory of a device, GB"}))
-    if len({ways[name](each) for each in candidates}) == 1:
-        name = "memory of a device, GB"
+def _rates(axis: Any, name: str, candidates: tuple[Candidate, ...]) -> None:
+    """For each format the fastest way at each value."""
     best: dict[str, dict[float, float]] = {}
     for each in candidates:
-        line, place = best.setdefault(each.choice.format or "as stored", {}), ways[name](each)
-        line[place] = max(line.get(place, 0.0), each.decode_rate)
+        line, value = best.setdefault(each.choice.format or "as stored", {}), AXES[name](each)
+        line[value] = max(line.get(value, 0.0), each.decode_rate)
     for (form, line), colour in zip(best.items(), (*OURS_COLOURS, *PEER_COLOURS), strict=False):
-        axis.plot(sorted(line), [line[place] for place in sorted(line)], marker="o", color=colour, label=form)
-    axis.set(xlabel=name, ylabel="new tokens a second", ylim=(0, None), title="tokens a second of all sequences")
+        axis.plot(sorted(line), [line[value] for value in sorted(line)], marker="o", color=colour, label=form)
+    axis.set(xlabel=name, ylim=(0, None), title=f"over {name}")
     axis.legend()
 
 
