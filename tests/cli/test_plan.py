@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moestro.cli import app
+from moestro.cli.progress import steps
 from moestro.memory import read_trace
 from moestro.planning import machine_names
 
@@ -76,3 +77,11 @@ def test_one_line_for_what_cannot_be_planned(arguments):
 
 def test_help_has_an_example():
     assert "moestro plan FOLDER" in " ".join(run("--help").stdout.split())
+
+
+def test_what_is_being_done_is_said_in_words_where_there_is_no_terminal(capsys):
+    now = [0.0]
+    with steps("begin", clock=lambda: now[0]) as say:
+        for now[0], text in ((1.0, "soon"), (6.0, "timing"), (7.0, "too early"), (12.0, "running")):
+            say(text, 1, 3 if text == "running" else 1)
+    assert capsys.readouterr().err == "timing\nrunning, 1 of 3 done\n"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moestro.cli import options
-from moestro.cli.progress import bar
+from moestro.cli.progress import steps
 from moestro.cli.refusal import check_targets, refusals
 from moestro.cli.sizes import parse_bytes
 from moestro.errors import invalid_input
@@ -63,7 +62,7 @@ def plan(
             given["memory"] = parse_bytes("plan", "--memory", memory, least=1)
         if disk is not None:
             given["disk"] = float(parse_bytes("plan", "--disk", disk.strip().removesuffix("/s"), least=1))
-        with quiet_transformers(), bar("reading headers", sys.stderr.isatty()) as say:
+        with quiet_transformers(), steps("reading headers") as say:
             found = planned(model, machine, _counts(batch), prompt_tokens, new_tokens, say=say, **given)
         compared = _checked(found) if check else None
         if plot is not None:
@@ -86,7 +85,7 @@ def _print(found: Plan, compared: list[Any] | None, as_json: bool) -> None:
 def _checked(found: Plan) -> list[Any]:
     from moestro.planning.check import check
 
-    with bar("running what was planned", sys.stderr.isatty()) as say:
+    with steps("running what was planned") as say:
         return check(found, say=say)
 
 

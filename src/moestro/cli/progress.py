@@ -73,6 +73,24 @@ def bar(start: str, shown: bool = True, in_bytes: bool = False) -> Iterator[Upda
 
 
 @contextmanager
+def steps(start: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Update]:
+    """A bar on a terminal; elsewhere a line for what begins, once some seconds have passed since the line before."""
+    with bar(start, sys.stderr.isatty()) as update:
+        if sys.stderr.isatty():
+            yield update
+            return
+        said = clock()
+
+        def line(text: str, done: int, total: int) -> None:
+            nonlocal said
+            if clock() - said >= EVERY:
+                said = clock()
+                print(f"{text}, {done} of {total} done" if total > 1 else text, file=sys.stderr, flush=True)
+
+        yield line
+
+
+@contextmanager
 def waiting(text: str) -> Iterator[None]:
     """A bar on a terminal that says what is done and for how long, of work that does not say how far it is."""
     with bar(text, sys.stderr.isatty()):
