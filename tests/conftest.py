@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -87,6 +88,15 @@ def forgotten_graphs() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> None:
+    """Triton's interpreter without what it does for nothing."""
+    if importlib.util.find_spec("triton") is not None:
+        import interpreted
+
+        interpreted.install()
 
 
 @pytest.fixture

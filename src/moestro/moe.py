@@ -46,7 +46,7 @@ class MoE(nn.Module):
         dispatcher: for experts on several devices, or None.
         balance: what evens out the load of experts in training: a function of the router's logits [T, E] and its
             routing, before `rewrite`, whose scalar `balance_loss(model)` hands on; or a `BiasUpdate`, which
-            `update_biases(model)` applies. None for nothing. The router then has `logits(x)`, and takes them.
+            `update_biases(model)` applies. None for nothing. For a function the router has `logits(x)`, and takes them.
 
     Raises:
         InvalidInputError: the router's number of experts is not the experts', or it has no logits to balance, or no
@@ -111,14 +111,18 @@ class MoE(nn.Module):
     def _route_balanced(self, x: Tensor) -> Routing:
         """The router's routing, of which is kept what `balance_loss` or `update_biases` will ask for."""
         router: Any = self.router
-        logits = router.logits(x)
-        routing: Routing = router(x, logits)
         balance, load = self.balance, self._load
         if isinstance(balance, BiasUpdate):
-            counts = expert_counts(routing, len(router.correction_bias))
-            load.counts = counts if load.counts is None else load.counts + counts
-        elif balance is not None:
-            load.loss = balance(logits, routing)
+            routing: Routing = router(x)
+            if not _is_computed_again():
+                counts = expert_counts(routing, len(router.correction_bias))
+                load.counts = counts if load.counts is None else load.counts + counts
+            return routing
+        logits = router.logits(x)
+        routing = router(x, logits)
+        loss = None if balance is None else balance(logits, routing)  # computed again too, as checkpointing wants it
+        if not _is_computed_again():
+            load.loss = loss
         return routing
 
     def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
@@ -126,6 +130,11 @@ class MoE(nn.Module):
         assert self.dispatcher is not None
         rows, local, handle = self.dispatcher.dispatch(x, routing)
         return self.dispatcher.combine(self.experts(rows, local), handle)
+
+
+def _is_computed_again() -> bool:
+    """Whether this is a backward pass, in which activation checkpointing calls layers a second time."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class _Load:
@@ -147,10 +156,10 @@ def balance_loss(model: nn.Module) -> Tensor:
     Raises:
         InvalidInputError: no layer has one: none has a function as its `balance`, or none has run since the last call.
     """
-    losses = []
+    losses: list[Tensor] = []
     for load in (layer._load for layer in _layers(model)):
         if load.loss is not None:
-            losses.append(load.loss)
+            losses.append(load.loss if not losses else load.loss.to(losses[0].device))
             load.loss = None
     if not losses:
         raise invalid_input(
@@ -193,7 +202,15 @@ def _layers(model: nn.Module) -> Iterator[MoE]:
 
 def _check_balance(router: nn.Module, balance: Balance | None) -> None:
     needs_bias = isinstance(balance, BiasUpdate)
-    if balance is None or (hasattr(router, "logits") and not (needs_bias and router.correction_bias is None)):
+    if balance is not None and not needs_bias and (not callable(balance) or isinstance(balance, type)):
+        raise invalid_input(
+            "MoE",
+            got=f"balance={balance!r}",
+            needs="a function of logits and routing, or a BiasUpdate(rate)",
+            fix="balance=lambda logits, routing: 0.01 * switch_balance_loss(logits.softmax(-1), routing) is one.",
+        )
+    wanted = "correction_bias" if needs_bias else "logits"
+    if balance is None or getattr(router, wanted, None) is not None:
         return
     raise invalid_input(
         "MoE",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import python
 from gpu import items
 from gpu.items import DONE, FAILED, LEFT, LOST, REFUSED, SCHEMA, Item, Record, Row, run_items, supervise
 from moestro.bench.failures import DeviceLostError
@@ -128,7 +130,8 @@ sys.exit(run_items(record, [Item(n, work(n), 0.0, {most}) for n in names], lambd
 
 
 def child(path: Path, body: str, most: float = 90.0) -> list[str]:
-    return [sys.executable, "-c", CHILD.format(path=sys.path, file=str(path), body=body, most=most)]
+    start = python("gpu.items", PYTHONPATH=os.pathsep.join(sys.path))
+    return [*start, "-c", CHILD.format(path=sys.path, file=str(path), body=body, most=most)]
 
 
 def test_another_process_goes_on_behind_the_item_at_which_one_ended(tmp_path: Path) -> None:

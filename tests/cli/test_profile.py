@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+import moestro
 from moestro.cli import app
 from moestro.cli import profile as command
 from moestro.hf.generate import Generation, Sampling, generate
@@ -86,6 +88,19 @@ def test_within_a_memory_budget(model_folder: Path) -> None:
     assert memory["bytes_from_files"] > 0
     out = run(model_folder, "--prompt", 4 * PROMPT, *options[:-1]).stdout
     assert re.search(r"memory, decode: [\d.]+% of 16 lookups hit", out)
+
+
+def test_memory_is_what_was_counted_inside(model_folder: Path) -> None:
+    """Not what the model did after the profile."""
+    model, ids = moestro.load(model_folder, memory="8KB"), torch.arange(2)[None]
+    with torch.no_grad(), moestro.profile(model) as p:
+        model(ids)
+    before = p.report.memory
+    with torch.no_grad():
+        model(ids)
+    assert before is not None
+    assert before["decode"]["lookups"] > 0
+    assert p.report.memory == before
 
 
 def test_the_first_reading_of_a_prompt_is_no_part_of_it(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

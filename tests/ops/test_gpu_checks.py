@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not gpu.interpreted(), reason="an assertion on t
 @pytest.fixture(autouse=True)
 def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter drops assertions unless it is told that somebody is looking for errors."""
-    options = replace(interpreter.interpreter_builder.options, debug=True)
+    options = replace(interpreter.interpreter_builder.options, debug=True, sanitize_overflow=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
 
 

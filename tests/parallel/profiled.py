@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import moestro
-from moestro.parallel import count_loads
+from moestro.parallel import Placement, count_loads, move_experts, placements
 from moestro.parallel.mesh import make_mesh
 from parallel.cases import build, cut, place_of
 from parallel.models import answer, quiet
@@ -35,6 +35,21 @@ def profiled(case):
         sent = sum(each.total() for each in peers.sent.values()) - start
     same = torch.equal(before, inside) and layer.dispatcher == dispatcher
     return same, found == (loads,), spent, sum(p.report.wire_bytes.values()) == sent
+
+
+@torch.no_grad()
+def moved(case):
+    """Whether the dispatcher is of its own kind again after experts have moved inside; the tokens of both calls."""
+    whole, batches, routings = build(case)
+    mesh, layer = cut(case, whole)
+    number, _ = place_of(case, mesh)
+    layer.router.routing = routings[number]
+    kind, placed = type(layer.dispatcher), placements(layer)[""]
+    with moestro.profile(layer) as p:
+        layer(batches[number])
+        move_experts(layer, mesh, {"": Placement(placed.num_experts, placed.experts[::-1])})
+        layer(batches[number])
+    return type(layer.dispatcher) is kind, p.report.layers[0].tokens == 2 * len(batches[number])
 
 
 @torch.no_grad()

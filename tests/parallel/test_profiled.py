@@ -18,6 +18,12 @@ def test_loads_stages_and_bytes(group, dispatcher):
         assert counted
 
 
+def test_nothing_is_left_where_experts_have_moved(group):
+    for own, counted in group(2).run(profiled.moved, Layer((1, 2, 1), 8, 3, 32, 48, bias=True)):
+        assert own
+        assert counted
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["ep", "tp"])
 def test_loaded_models(group, tmp_path, sizes):
     pytest.importorskip("transformers.distributed.expert_parallel")

@@ -45,6 +45,7 @@ def test_every_second_belongs_to_one_stage(monkeypatch):
 
 def test_every_layer_counts(monkeypatch):
     """Six layers that are alike take six times the median of those timed."""
+    monkeypatch.setattr(sample, "SMALL_BYTES", 0)
     rest, outside = sample.Rest(1.0, 2.0, 3.0), sample.Rest(0.5, 0.0, 0.25)
     one = sample._Pass((rest,) * sample.LAYERS, outside)
     monkeypatch.setattr(sample, "_run", lambda model, positions, *_: ([one], [one]))
@@ -73,6 +74,13 @@ def test_architectures_are_timed(made, like):
         assert min(astuple(rest)) >= 0
         assert rest.attention > 0
     assert json.dumps(model.config.to_dict(), default=str) == before
+
+
+def test_small_layers_are_all_timed(monkeypatch):
+    skeleton = empty_model(BUNDLED.config)
+    assert sample._few(skeleton, range(6)) == range(6)
+    monkeypatch.setattr(sample, "SMALL_BYTES", 1 << 20)
+    assert sample._few(skeleton, range(6)) == range(sample.LAYERS)
 
 
 def test_it_is_measured_once(monkeypatch):

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as of_mixtral
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func as of_olmoe
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
@@ -75,6 +76,18 @@ def test_z_loss_is_that_of_transformers() -> None:
     assert_close(router_z_loss(logits, counted), router_z_loss(logits[:5]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_tokens_in_16_bits(dtype: torch.dtype) -> None:
+    """float16 does not count beyond 65,504, and bfloat16 has eight bits of a sum."""
+    logits = torch.randn(66_000, 2).to(dtype)
+    routing = route(logits, 1, "softmax")
+    scores = scores_of(logits.float()).to(dtype)
+    wide = scores.float()
+    assert_close(switch_balance_loss(scores, routing), switch_balance_loss(wide, routing))
+    assert_close(olmoe_balance_loss([scores], [routing]), olmoe_balance_loss([wide], [routing]))
+    assert_close(router_z_loss(logits), router_z_loss(logits.float()))
+
+
 def test_even_loads_give_the_least() -> None:
     ids = torch.arange(T)[:, None] % E
     even = Routing(ids, torch.ones(T, 1))
@@ -99,6 +112,25 @@ def test_empty_slots_and_no_tokens() -> None:
 def test_the_bias_rises_where_rows_are_few() -> None:
     bias = balanced_bias(torch.zeros(4), torch.tensor([9, 3, 0, 4]), 0.1)
     assert_close(bias, torch.tensor([-0.1, 0.1, 0.1, 0.0]))
+
+
+def test_the_bias_of_even_loads_stays() -> None:
+    """Whatever the mean rounds to, and however large the counts are."""
+    for count in (1, 7, 2**27, 2**53 + 1):
+        assert bool((balanced_bias(torch.zeros(49), torch.full((49,), count)) == 0).all())
+    assert_close(balanced_bias(torch.zeros(2), torch.tensor([2**53, 2**53 + 1]), 0.1), torch.tensor([0.1, -0.1]))
+    assert bool((balanced_bias(torch.zeros(256), torch.full((256,), 2**24, dtype=torch.int32)) == 0).all())
+
+
+def test_the_bias_stays_float32() -> None:
+    layer = moestro.FFN(8, 16, E, 2, balance=BiasUpdate(1e-3))
+    layer.router.correction_bias += 0.7
+    layer = layer.to(torch.bfloat16)
+    assert layer.router.weight.dtype == torch.bfloat16
+    layer(torch.randn(T, 8, dtype=torch.bfloat16))
+    update_biases(layer)
+    assert sorted(set((layer.router.correction_bias - 0.7).abs().tolist()))[-1] == pytest.approx(1e-3, rel=1e-3)
+    assert layer.double().router.correction_bias.dtype == torch.float64
 
 
 def balance(logits: Tensor, routing: Routing) -> Tensor:
@@ -154,6 +186,56 @@ def test_a_layer_that_has_run_is_copied_and_pickled(kind: object) -> None:
         assert made.balance == kind
 
 
+def test_activation_checkpointing_counts_once() -> None:
+    """What the backward pass computes again is neither a loss to come nor rows."""
+    x = torch.randn(T, 8, requires_grad=True)
+    layer = moestro.FFN(8, 16, E, 2, balance=balance)
+    (layer(x).sum() + balance_loss(layer)).backward()
+    expected, layer.router.weight.grad = layer.router.weight.grad, None
+    y = checkpoint(layer, x, use_reentrant=False)
+    (y.sum() + balance_loss(layer)).backward()
+    assert_close(layer.router.weight.grad, expected)
+    with pytest.raises(InvalidInputError, match="balance_loss"):
+        balance_loss(layer)
+    layer = moestro.FFN(8, 16, E, 2, balance=BiasUpdate())
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert int(layer._load.counts.sum()) == 2 * T
+
+
+class Biased(torch.nn.Module):
+    """A router without logits, with a bias."""
+
+    num_experts = E
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("correction_bias", torch.zeros(E))
+
+    def forward(self, x: Tensor) -> Routing:
+        return route(x[:, :E], 2, "softmax", self.correction_bias)
+
+
+def test_a_bias_needs_no_logits() -> None:
+    layer = moestro.MoE(Biased(), moestro.Experts(E, 8, 8), balance=BiasUpdate())
+    layer(torch.randn(T, 8))
+    update_biases(layer)
+    assert bool((layer.router.correction_bias != 0).any())
+
+
+class Router(torch.nn.Module):
+    num_experts = E
+
+    def forward(self, x: Tensor) -> Routing:
+        return Routing(torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1))
+
+
+class Logits(Router):
+    """A router with logits and without a bias."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x[:, :E]
+
+
 def test_hooks_of_the_router_are_called_once() -> None:
     layer = moestro.FFN(8, 16, E, 2, balance=balance)
     calls: list[int] = []
@@ -198,13 +280,6 @@ def balance_strongly(logits: Tensor, routing: Routing) -> Tensor:
     return 0.1 * switch_balance_loss(logits.softmax(-1), routing)
 
 
-class Router(torch.nn.Module):
-    num_experts = E
-
-    def forward(self, x: Tensor) -> Routing:
-        return Routing(torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1))
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -218,6 +293,9 @@ class Router(torch.nn.Module):
         lambda: BiasUpdate(0),
         lambda: moestro.MoE(Router(), moestro.Experts(E, 8, 8), balance=balance),
         lambda: moestro.MoE(moestro.TopKRouter(8, E, 1), moestro.Experts(E, 8, 8), balance=BiasUpdate()),
+        lambda: moestro.MoE(Logits(), moestro.Experts(E, 8, 8), balance=BiasUpdate()),
+        lambda: moestro.FFN(8, 16, E, 2, balance=0.01),
+        lambda: moestro.FFN(8, 16, E, 2, balance=BiasUpdate),
     ],
 )
 def test_what_is_refused(call: object) -> None:

@@ -87,7 +87,7 @@ def _checked(found: Plan) -> list[Any]:
     from moestro.planning.check import check
 
     with bar("running what was planned", sys.stderr.isatty()) as say:
-        return check(found, say)
+        return check(found, say=say)
 
 
 def _spread(load: str | None, trace: Path | None) -> Spread:

@@ -276,12 +276,14 @@ def observed(operation: Operation, observer: Observer, before: Before | None = N
     Calls that the observer makes itself are not told of. Threads started inside have a context of their own. `before`
     is called where a call that `call` computes begins; one that fails is never told of.
     """
-    others = _OBSERVERS.get()
-    token = _OBSERVERS.set({**others, operation: (*others.get(operation, ()), (observer, before))})
+    mine, others = (observer, before), _OBSERVERS.get()
+    _OBSERVERS.set({**others, operation: (*others.get(operation, ()), mine)})
     try:
         yield
-    finally:
-        _OBSERVERS.reset(token)
+    finally:  # what is there now without it: blocks may overlap
+        now = _OBSERVERS.get()
+        left = {each: tuple(o for o in told if o is not mine) for each, told in now.items()}
+        _OBSERVERS.set({each: told for each, told in left.items() if told} or _NOBODY)
 
 
 def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:

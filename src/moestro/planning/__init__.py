@@ -87,7 +87,7 @@ def plan(
 
     Args:
         model: a folder with weights, one with a config.json only, or a hub id; None for the bundled model.
-        machine: None for this one, the name of one that comes along (`moestro.planning.machine_names()`), or a TOML file.
+        machine: None for this one, a name of `moestro.planning.machine_names()`, or a TOML file.
         batches: numbers of sequences to look at.
         prompt_tokens, new_tokens: of each sequence.
         formats: by name only: of the experts; None among them is as stored. Left out: as stored, and int8 and mxfp4

@@ -32,8 +32,13 @@ class Checked:
     measured: ModelPoint
 
     @property
-    def prompt_error(self) -> float:
-        """Predicted over measured seconds of the prompt's pass, less one."""
+    def prompt_error(self) -> float | None:
+        """Predicted over measured seconds of the prompt's pass, less one.
+
+        None with a budget: what is predicted begins with empty slots, and what is measured follows another prompt.
+        """
+        if self.candidate.choice.memory is not None:
+            return None
         return self.candidate.prompt.total / self.measured.prompt_seconds - 1
 
     @property
@@ -59,8 +64,10 @@ class Checked:
         return {"predicted": candidate_json(self.candidate), "measured": asdict(self.measured), **errors}
 
 
-def check(plan: Plan, say: Say = lambda text, done, total: None) -> list[Checked]:
-    """Run the recommendation and two neighbours, and compare.
+def check(
+    plan: Plan, candidates: Sequence[Candidate] | None = None, say: Say = lambda text, done, total: None
+) -> list[Checked]:
+    """Run candidates, and compare; if none are given, the recommendation and two neighbours.
 
     Raises:
         UnsupportedError: a plan of another machine, or of a model without weights.
@@ -74,7 +81,7 @@ def check(plan: Plan, say: Say = lambda text, done, total: None) -> list[Checked
             fix="Leave --check out.",
         )
     folder = str(bundled_folder()) if plan.model.name == BUNDLED else plan.model.name
-    chosen = neighbours([each for each in plan.candidates if each.choice.ranks == 1])
+    chosen = neighbours(plan.candidates) if candidates is None else candidates
     found = []
     for number, each in enumerate(chosen):
         say("running what was planned", number, len(chosen))
@@ -92,6 +99,16 @@ def check(plan: Plan, say: Say = lambda text, done, total: None) -> list[Checked
     return found
 
 
+def errors(checked: Sequence[Checked]) -> list[float]:
+    """By how much predicted seconds are off, prompts and steps, without signs."""
+    found = (error for each in checked for error in (each.prompt_error, each.decode_error))
+    return [abs(error) for error in found if error is not None]
+
+
+def _share(off: float | None) -> str:
+    return "-" if off is None else f"{off:+.0%}"
+
+
 def text(checked: Sequence[Checked]) -> str:
     """A table of 80 columns: milliseconds predicted and measured."""
     lines = [
@@ -104,9 +121,9 @@ def text(checked: Sequence[Checked]) -> str:
             (each.candidate.prompt.total, each.measured.prompt_seconds, each.prompt_error),
             (each.candidate.decode.total, each.measured.decode_seconds, each.decode_error),
         )
-        cells = "".join(f"{1e3 * a:>10,.2f}{1e3 * b:>10,.2f}{off:>+7.0%}" for a, b, off in pairs)
+        cells = "".join(f"{1e3 * a:>10,.2f}{1e3 * b:>10,.2f}{_share(off):>7}" for a, b, off in pairs)
         lines.append(f"{form:<12}{each.candidate.load.batch:>6}{cells}{each.memory_error:>+8.1%}")
-    off = [abs(error) for each in checked for error in (each.prompt_error, each.decode_error)]
+    off = errors(checked)
     best = max(each.rate for each in checked)
     lines.append(f"off by {median(off):.0%} in the median, {max(off):.0%} at most;")
     lines.append(f"the recommendation reaches {checked[0].rate / best:.0%} of the fastest of these")

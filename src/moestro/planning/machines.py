@@ -14,7 +14,7 @@ from moestro.memory.amounts import parse_bytes
 OPERATION = "plan"
 _KNOWN = Path(__file__).parent / "known"
 _AMOUNTS = ("memory", "bytes_per_second", "link_bytes_per_second", "disk_bytes_per_second")
-FIX = "docs/reference/plan.md lists the keys of a machine's file; `moestro plan --machine list` the machines that come along."
+FIX = "docs/reference/plan.md lists the keys of such a file; `moestro plan --machine list` the names."
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,10 @@ class _Part:
             cached=self.cached,
         )
         engine, plain = (_costs(way, dtype, self.layer.format, (h, i // self.slices)) for way in ("", costs.PLAIN))
-        found = work.seconds(*engine, machine.read_rate)
-        other = work.seconds(*plain, machine.read_rate)
-        return other if other < crossover.MARGIN * found else found
+        seconds = [work.seconds(*each, machine.read_rate) for each in (engine, plain)]
+        chosen = plain if seconds[1] < crossover.MARGIN * seconds[0] else engine
+        # Between layers the next weights are not yet on their way: reading and multiplying overlap in part only.
+        return self.experts * chosen[0].call + math.hypot(work.products(*chosen), work.reading(machine.read_rate))
 
 
 def _are_cached(model: Model) -> bool:

@@ -33,7 +33,9 @@ from moestro.planning.model import OPERATION, Model, without_experts
 from moestro.profiling.parts import other_parts
 
 LAYERS = 3
-"""Of each kind, at most."""
+"""Of each kind, at most; but all that are small."""
+SMALL_BYTES = 16 << 20
+"""Of one kind together, beside their experts: their time is that of caches, which few layers fit better than many."""
 STEPS = 8
 """Of decoding in a round; the first does not count."""
 ROUNDS = 2
@@ -98,8 +100,9 @@ def rest_of(model: Model, load: Load, projections: str, say: Say = lambda text, 
 
 
 def _measured(model: Model, load: Load, projections: str, say: Say) -> tuple[Rest, Rest]:
-    kinds = _kinds(empty_model(model.config))
-    positions = [(position, kind) for kind, of_kind in enumerate(kinds) for position in of_kind[:LAYERS]]
+    skeleton = empty_model(model.config)
+    kinds = _kinds(skeleton)
+    positions = [(position, kind) for kind, of_kind in enumerate(kinds) for position in _few(skeleton, of_kind)]
     say("timing some layers", 0, 1)
     passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
     sampled = [kind for _, kind in sorted(positions)]
@@ -111,6 +114,14 @@ def _measured(model: Model, load: Load, projections: str, say: Say) -> tuple[Res
             total = total.plus(_middle(blocks), len(of_kind))
         found.append(total)
     return found[0], found[1]
+
+
+def _few(skeleton: Any, of_kind: Sequence[int]) -> Sequence[int]:
+    """The layers of a kind that are timed."""
+    _, blocks = _blocks_of(skeleton)
+    experts = {id(p) for layer in find(skeleton) for p in layer.module.parameters()}
+    each = sum(p.nbytes for p in blocks[of_kind[0]].parameters() if id(p) not in experts)
+    return of_kind[: max(LAYERS, SMALL_BYTES // max(each, 1))]
 
 
 def _middle(found: Sequence[Rest]) -> Rest:

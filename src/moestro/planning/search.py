@@ -28,8 +28,10 @@ FORMATS = (None, "int8", "mxfp4")
 """Of experts, that are looked at where nobody says: as they are stored, and what 16 bits are often quantised to."""
 WIDE = 12
 """Bits of a weight from which on experts are worth quantising."""
-WORKSPACE = 12
-"""Numbers in float32 of a token of a prompt, for each hidden unit, that the pass holds at its peak."""
+WORKSPACE = 32
+"""Numbers in float32 of a token of a prompt, for each hidden unit, that the pass holds at its peak: as seen, about."""
+PROCESS = 30_000_000
+"""Bytes that a process here holds once it has run, beside all that is counted: as seen, about."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class Search:
         # A model without a budget is mapped: of an embedding the pages of its tokens' rows are in memory.
         mapped = self.machine.is_here and choice.memory is None
         workspace = 4 * WORKSPACE * load.batch * load.prompt_tokens * model.layers[0].gate_up[1]
+        workspace += PROCESS if self.machine.is_here else 0
         return Need(
             experts=own if choice.memory is None else _slots_bytes(model, choice.memory),
             rest=model.rest_bytes - (model.looked_up_bytes if mapped else 0),

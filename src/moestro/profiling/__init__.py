@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +50,6 @@ class Profile:
     def __init__(self, model: nn.Module, name: str | None = None, clock: Clock | None = None) -> None:
         self.profiler = Profiler(model, clock)
         self.name = type(model).__name__ if name is None else name
-        self._memory, self._sent = _memory_of(model), _sent()
 
     @property
     def report(self) -> ProfileReport:
@@ -66,8 +64,8 @@ class Profile:
             ran=tuple(profiler.ran),
             phases=profiler.marks.phases,
             layers=tuple(load for load in found if load is not None),
-            memory=_since(self._memory, _memory_of(profiler.model)),
-            wire_bytes={kind: n for kind, count in _sent().items() if (n := count - self._sent.get(kind, 0))},
+            memory=profiler.counters.memory,
+            wire_bytes=profiler.counters.wire_bytes,
             dropped_spans=profiler.marks.dropped_spans,
         )
 
@@ -90,33 +88,3 @@ class Profile:
         from moestro.profiling.chrome import write_chrome_trace
 
         write_chrome_trace(self.profiler.marks.spans, path, self.name)
-
-
-_COUNTED = ("lookups", "hits")
-
-
-def _memory_of(model: nn.Module) -> dict[str, Any] | None:
-    """What a model's memory budget has counted so far; None without one."""
-    if "moestro.hf.memory" not in sys.modules:
-        return None
-    from moestro.hf.memory import expert_memory
-
-    memory = expert_memory(model)
-    return None if memory is None else memory.statistics()
-
-
-def _since(before: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What has been counted since."""
-    if now is None:
-        return None
-    then = now if before is None else before
-    phases = {name: {key: now[name][key] - then[name][key] for key in _COUNTED} for name in ("prompt", "decode")}
-    return {**phases, **{key: now[key] - then[key] for key in ("bytes_from_files", "seconds_waiting")}}
-
-
-def _sent() -> dict[str, int]:
-    if "moestro.parallel.guard" not in sys.modules:
-        return {}
-    from moestro.parallel.guard import bytes_sent
-
-    return bytes_sent()

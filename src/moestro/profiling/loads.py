@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,40 +80,73 @@ class LayerCounts:
         self.num_experts = num_experts
         self._top_k, self._tokens, self._slots, self._kept = 0, 0, 0, 0
         self._ids: list[Tensor] = []
+        self._few: list[int] = []
         self._logits: list[Tensor] = []
+        self._place: int | None = None
+        self._early: list[Any] = []
         self._loads: Tensor | int = 0
         self._together: Tensor | int = 0
         self._entropy, self._scored = 0.0, 0
 
-    def add(self, ids: Tensor, num_experts: int) -> None:
-        """A routing's ids [T, K], to experts of that number."""
-        if self._ids and ids.shape[1] != self._ids[-1].shape[1]:
+    def add(self, ids: Tensor, num_experts: int) -> int:
+        """A routing's ids [T, K], to experts of that number; returns T."""
+        tokens, top_k = ids.shape
+        if top_k != self._top_k:
             self.count()
-        self.num_experts = num_experts
-        self._ids.append(ids.detach().clone())
-        self._grow(ids.numel())
+        self._top_k, self.num_experts = top_k, num_experts
+        self._tokens += tokens
+        self._kept += tokens * top_k
+        if tokens == 1 and ids.is_cpu:
+            self._few += ids.tolist()[0]  # a third of what a clone takes
+        else:
+            self._ids.append(ids.clone())
+        return tokens
 
     def add_logits(self, logits: Tensor) -> None:
         """A router's logits [T, E], or their softmax."""
-        self._logits.append(logits.detach())
-        self._grow(logits.numel())
+        self._logits.append(logits.detach() if logits.requires_grad else logits)
+        self._kept += logits.numel()
+
+    def take_logits(self, result: Any) -> None:
+        """Those that a router of Transformers returns beside what it has chosen: the last that may be, after scores."""
+        if isinstance(result, Routing) or result is None:
+            return
+        if not self.num_experts:
+            self._early.append(result)  # until a call has told
+            return
+        outputs = result if isinstance(result, tuple) else (result,)
+        if self._place is None:
+            places = (i for i in reversed(range(len(outputs))) if _may_be_logits(outputs[i], self.num_experts))
+            self._place = next(places, -1)
+        if self._place >= 0:
+            logits = outputs[self._place]
+            self.add_logits(logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1]))
+
+    def settle(self) -> None:
+        """Count, if much is kept."""
+        if self._early and self.num_experts:
+            early, self._early = self._early, []
+            for result in early:
+                self.take_logits(result)
+        if self._kept > MOST_KEPT:
+            self.count()
 
     def count(self) -> None:
         """Take numbers of what is kept, and let go of it."""
+        if self._few:
+            self._ids.append(torch.tensor(self._few).view(-1, self._top_k))
         if self._ids:
             ids = torch.cat(self._ids)
             routing = Routing.unchecked(ids, ids, "output")
             used = selected(routing, self.num_experts).float()
             self._loads = self._loads + expert_counts(routing, self.num_experts)
             self._together = self._together + (used.T @ used).long()  # exact: fewer than 2^24 tokens
-            self._top_k = ids.shape[1]
-            self._tokens += len(ids)
             self._slots += ids.numel()
         if self._logits:
             found = entropies(torch.cat(self._logits))
             self._entropy += float(found.sum())
             self._scored += len(found)
-        self._ids, self._logits, self._kept = [], [], 0
+        self._ids, self._few, self._logits, self._kept = [], [], [], 0
 
     def load(self) -> LayerLoad | None:
         """All so far; None where nothing was routed."""
@@ -130,10 +164,9 @@ class LayerCounts:
             router_entropy=self._entropy / self._scored if self._scored else None,
         )
 
-    def _grow(self, numbers: int) -> None:
-        self._kept += numbers
-        if self._kept > MOST_KEPT:
-            self.count()
+
+def _may_be_logits(value: Any, num_experts: int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (num_experts,)
 
 
 def entropies(logits: Tensor) -> Tensor:

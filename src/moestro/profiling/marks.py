@@ -103,7 +103,10 @@ class Phase:
 
 
 class Marks:
-    """Marks of one pass after the other. They are added up some time later, so that one costs as little as it can."""
+    """Marks of one pass after the other. They are added up some time later, so that one costs as little as it can.
+
+    `add_mark(now())` and `add_code(code)` are what `enter` does, with `~code` what `leave` does.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -114,6 +117,7 @@ class Marks:
         self._places: list[Place] = []
         self._marks: list[Any] = [clock.now()]
         self._codes: list[int | tuple[str | None, int]] = []
+        self.now, self.add_mark, self.add_code = clock.now, self._marks.append, self._codes.append  # looked up once
         self._open: list[tuple[int, float]] = []
         self._ended: list[tuple[int, float, float]] = []
         self._spent = dict.fromkeys(STAGES, 0.0)
@@ -121,7 +125,7 @@ class Marks:
 
     def start(self) -> None:
         """From now on; what was before does not count."""
-        self._marks, self._codes = [self.clock.now()], []
+        self._marks[:], self._codes[:] = [self.clock.now()], []
 
     def place(self, stage: str, name: str) -> int:
         """The code of a place."""
@@ -130,13 +134,24 @@ class Marks:
 
     def enter(self, code: int) -> None:
         """The place begins."""
-        self._marks.append(self.clock.now())
-        self._codes.append(code)
+        self.add_mark(self.now())
+        self.add_code(code)
 
     def leave(self, code: int) -> None:
         """The place ends, and with it those inside that did not."""
-        self._marks.append(self.clock.now())
-        self._codes.append(~code)
+        self.add_mark(self.now())
+        self.add_code(~code)
+
+    def come(self, tokens: int) -> None:
+        """So many tokens have come; a pass that never ends is added up now and then."""
+        self.tokens += tokens
+        if len(self._codes) > MOST_MARKS:
+            self._add_up()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was entered since the last pass."""
+        return bool(self._codes or self._open or self._ended)
 
     def end_pass(self, phase: str | None, at: Any = None) -> None:
         """Add all since the last pass to a phase; to none if it is None. `at` is a mark of the clock, else now."""
@@ -179,7 +194,7 @@ class Marks:
             elif any(~code == each for each, _ in self._open):  # else it began before anybody looked
                 self._close(~code, after)
         self._origin = seconds[-1]
-        self._marks, self._codes = [self._marks[-1]], []
+        del self._marks[:-1], self._codes[:]
 
     def _close(self, code: int, at: float) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ COLOURS = {
     "outside": PEER_COLOURS[3],
 }
 _MAP = "magma_r"
+_TITLE = 150
+"""Letters of a title in a line, which fill nine tenths of the width."""
 
 
 def profile_plot(report: ProfileReport, path: str | Path) -> None:
@@ -47,7 +50,7 @@ def profile_plot(report: ProfileReport, path: str | Path) -> None:
             _evenness(figure.add_subplot(grid[0, 1]), report.layers)
             _loads(figure, figure.add_subplot(grid[1, 0]), report.layers)
             _together(figure, figure.add_subplot(grid[1, 1]), report.layers)
-        figure.suptitle("\n".join(headline(report)), parse_math=False)
+        figure.suptitle("\n".join(line for each in headline(report) for line in wrap(each, _TITLE)), parse_math=False)
         figure.savefig(path)
 
 
@@ -75,7 +78,8 @@ def _stages(axis: Any, report: ProfileReport) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set(title="time of a pass by stage", xlabel="% of the time", xlim=(0, 100))
-    axis.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    if names:
+        axis.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22))
 
 
 def _evenness(axis: Any, layers: tuple[LayerLoad, ...]) -> None:
@@ -87,9 +91,9 @@ def _evenness(axis: Any, layers: tuple[LayerLoad, ...]) -> None:
         other = axis.twinx()
         other.spines.right.set_visible(True)
         other.plot(places, [layer.router_entropy for layer in layers], color=PEER_COLOURS[0], marker=".", ls="--")
-        other.set_ylim(0, np.log2(max(layer.num_experts for layer in layers)))
+        other.set_ylim(0, np.log2(max(2, *(layer.num_experts for layer in layers))))
         other.set_ylabel("entropy of the router, bits (dashed)", color=PEER_COLOURS[0])
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def _loads(figure: Any, axis: Any, layers: tuple[LayerLoad, ...]) -> None:
@@ -113,4 +117,4 @@ def _heat(figure: Any, axis: Any, values: Any) -> None:
     image = axis.imshow(values, aspect="auto", cmap=_MAP, vmin=0, interpolation="nearest")
     figure.colorbar(image, ax=axis, pad=0.02)
     for each in (axis.xaxis, axis.yaxis):
-        each.get_major_locator().set_params(integer=True)
+        each.get_major_locator().set_params(integer=True, min_n_ticks=1)

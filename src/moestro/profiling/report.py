@@ -51,7 +51,7 @@ class ProfileReport:
         """Plain values for json.dumps: the attributes by name, and of layers what follows from their counts."""
         layers = [
             {
-                **asdict(layer),
+                **vars(layer),
                 "rows": layer.rows,
                 "imbalance": layer.imbalance,
                 "unused": layer.unused,
@@ -61,7 +61,7 @@ class ProfileReport:
             for layer in self.layers
         ]
         phases = {name: {**asdict(phase), "total_seconds": phase.total} for name, phase in self.phases.items()}
-        return {**asdict(self), "layers": layers, "phases": phases}
+        return {**vars(self), "layers": layers, "phases": phases}  # asdict would copy every count of pairs, twice
 
     @property
     def notes(self) -> list[str]:

@@ -1,7 +1,8 @@
 """Balance in training: losses that even out the load of experts, and DeepSeek's bias, which does so without a loss.
 
 All are functions of what a router gives: scores or logits [T, E], and the `Routing` [T, K] before any rewrite. What is
-never selected has no gradient but through the scores, so the counts are constants and the scores are not.
+never selected has no gradient but through the scores, so the counts are constants and the scores are not. Sums and
+results are float32 whatever the dtype of the scores (float64 if that is theirs): float16 cannot count beyond 65,504.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moestro.errors import invalid_input
+from moestro.routing.selection import as_routed
 from moestro.types import Routing
 
 
@@ -43,8 +45,9 @@ def switch_balance_loss(scores: Tensor, routing: Routing, num_sequences: int = 1
             needs="a number of sequences that divides the tokens",
             fix="Leave it out to balance the whole batch.",
         )
+    scores = as_routed(scores)
     used = selected(routing, num_experts).view(num_sequences, -1, num_experts)
-    shares = used.to(scores.dtype).sum(1), scores.view(num_sequences, -1, num_experts).sum(1)
+    shares = used.to(scores.dtype).sum(1), scores.reshape(num_sequences, -1, num_experts).sum(1)
     share, mean = (total / max(tokens // num_sequences, 1) for total in shares)
     return num_experts * (share * mean).sum(-1).mean()
 
@@ -76,6 +79,7 @@ def olmoe_balance_loss(scores: Sequence[Tensor], routings: Sequence[Routing], co
         )
     for layer, routing in zip(scores, routings, strict=True):
         _check(operation, layer, routing, counted)
+    scores = [as_routed(layer) for layer in scores]
     tokens, num_experts = scores[0].shape
     weight = scores[0].new_ones(tokens) if counted is None else counted.to(scores[0].dtype)
     total = (weight.sum() * len(scores)).clamp(min=1)
@@ -101,7 +105,7 @@ def router_z_loss(logits: Tensor, counted: Tensor | None = None) -> Tensor:
         InvalidInputError: sizes do not fit.
     """
     _check("router_z_loss", logits, None, counted)
-    squares = torch.logsumexp(logits, -1).square()
+    squares = torch.logsumexp(as_routed(logits), -1).square()
     weight = torch.ones_like(squares) if counted is None else counted.to(squares.dtype)
     return (squares * weight).sum() / weight.sum().clamp(min=1)
 
@@ -127,8 +131,9 @@ def balanced_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> Tensor:
             needs="both [num_experts]",
             fix="expert_counts(routing, num_experts) counts rows.",
         )
-    counts = counts.to(bias.device, torch.float64)
-    return bias + rate * torch.sign(counts.mean() - counts).to(bias.dtype)
+    counts = counts.to(bias.device, torch.float64 if counts.is_floating_point() else torch.int64)
+    few = torch.sign(counts.sum() - len(counts) * counts)  # of the mean less each; of integers it rounds nothing
+    return bias + rate * few.to(bias)
 
 
 @dataclass(frozen=True)

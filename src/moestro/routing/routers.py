@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,6 +92,15 @@ class TopKRouter(nn.Module):
         for b in (self.bias, self.correction_bias):
             if b is not None:
                 nn.init.zeros_(b)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        """The correction bias stays float32 at least: in 16 bits the steps of `balanced_bias` are lost in it."""
+        before = self.correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.correction_bias
+        if before is not None and after is not None and after.dtype.itemsize < before.dtype.itemsize:
+            self.correction_bias = before.to(after.device)
+        return self
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, E] of x [..., H] in float32, or float64: what losses on the router want.

@@ -126,9 +126,15 @@ class Work:
 
     def seconds(self, first: Costs, second: Costs, bytes_per_second: float) -> float:
         """Predicted, with the costs at the columns of gate_up and at those of down."""
-        products = self.experts * (self.first * first.at(self.rows) + self.second * second.at(self.rows))
-        reading = 0.0 if self.cached else self.nbytes / bytes_per_second
-        return self.experts * first.call + max(products, reading)
+        return self.experts * first.call + max(self.products(first, second), self.reading(bytes_per_second))
+
+    def products(self, first: Costs, second: Costs) -> float:
+        """Seconds of multiplying weights that a cache holds."""
+        return self.experts * (self.first * first.at(self.rows) + self.second * second.at(self.rows))
+
+    def reading(self, bytes_per_second: float) -> float:
+        """Seconds that memory needs for the weights."""
+        return 0.0 if self.cached else self.nbytes / bytes_per_second
 
 
 def columns_of(size: int) -> int:

@@ -1,0 +1,103 @@
+"""Triton's interpreter as these tests run it: quicker, and what it computes and refuses is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+from moestro.ops import gpu
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+import interpreted
+
+pytestmark = pytest.mark.skipif(not gpu.interpreted(), reason="kernels run on a GPU")
+N = 16
+
+
+@triton.jit
+def of_largest(row, scale: tl.constexpr):
+    return tl.exp(row - tl.max(row, axis=0)) * scale
+
+
+@triton.jit
+def shares_kernel(x, y, ROWS: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    for step in tl.static_range(ROWS):
+        row = of_largest(tl.load(x + at + step * 2 * N), 2.0)
+        tl.store(y + at + step * 2 * N, tl.cumsum(row / tl.sum(row, axis=0), axis=0))
+
+
+@triton.jit
+def broken_kernel(x):
+    tl.static_assert(of_largest(tl.load(x + tl.arange(0, 16)), 1.0).shape == (7,))
+
+
+@triton.jit
+def double_kernel(x):
+    tl.store(x, tl.load(x) + tl.load(x))
+
+
+def launch(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    shares_kernel[(2,)](x, y, len(x) // 2, N)
+    return y
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[FunctionType]:
+    """For whom Triton goes through its language, from now on."""
+    met: list[FunctionType] = []
+    whole = interpreted._replace_all
+    monkeypatch.setattr(interpreted, "_replace_all", lambda function: met.append(function) or whole(function))
+    return met
+
+
+def test_bits_are_those_of_triton_as_it_is(walks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, N)
+    once, few = [launch(x) for _ in range(3)][2], len(walks)
+    monkeypatch.setattr(interpreter, "_patch_lang", interpreted._replace_all)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
+    walks.clear()
+    assert torch.equal(launch(x), once)
+    assert torch.allclose(once[:, -1], torch.ones(6))
+    assert few < len(walks)
+
+
+def test_a_launch_goes_through_the_language_once_and_puts_it_back(walks: list[FunctionType]) -> None:
+    x, load, total, cast = torch.randn(6, N), tl.load, tl.reduce, tl.tensor.to
+    launch(x)  # a core that Triton never puts back is replaced here at the latest
+    for _ in range(3):
+        walks.clear()
+        launch(x)
+        assert len(walks) == 1
+        assert (tl.load, tl.reduce, tl.tensor.to) == (load, total, cast)
+        assert not interpreted.is_replaced(tl)
+
+
+def test_what_a_kernel_raises_leaves_the_language_as_it_was() -> None:
+    x, load = torch.randn(6, N), tl.load
+    expected = launch(x)
+    for _ in range(2):
+        with pytest.raises(Exception, match="AssertionError"):
+            broken_kernel[(1,)](x)
+        assert tl.load is load
+        assert torch.equal(launch(x), expected)
+
+
+def test_an_overflow_is_asserted_where_assertions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder, most = interpreter.interpreter_builder, torch.iinfo(torch.int32).max
+    assert not builder.options.debug
+    assert not builder.options.sanitize_overflow
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True, sanitize_overflow=True))
+    double_kernel[(1,)](torch.tensor([most // 2], dtype=torch.int32))
+    with pytest.raises(Exception, match="overflow detected"):
+        double_kernel[(1,)](torch.tensor([most], dtype=torch.int32))
