@@ -32,7 +32,7 @@ def points(results: Path = RESULTS) -> Iterator[list[dict[str, Any]]]:
         if "gpu" in stored.get("machine", {}):
             continue  # of another kind of machine
         for row in points_of(stored):
-            if "layer" in row:
+            if "layer" in row and "kind" in row:  # of bench layer, beside its peers
                 key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
                 found.setdefault(key, []).append(row)
         yield from found.values()
