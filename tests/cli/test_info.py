@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from moestro import machine, settings
 from moestro.cli import app
+from moestro.cli import info as command
 from moestro.machine import Roof
 from moestro.ops import dispatch, measured, native
 from moestro.ops.expert_mlp import costs
@@ -148,3 +149,16 @@ def test_a_gpu_is_described_and_its_rates_are_shown(monkeypatch: pytest.MonkeyPa
     text = run("--measure").stdout
     for line in ("cuda:0", "9.0", "132", "80.0 GiB", "50.0 MiB", "4,000 GB/s", "700 TFLOP/s"):
         assert line in text
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "words"),
+    [
+        ("beside the experts of x: y", [0.1, 0.2, 0.3, 0.001, 0.002, 0.003], "prompt 600.0 ms, a step 6.0 ms"),
+        ("2 threads read", [33.4e9], "33.4 GB/s"),
+        ("cpu-avx2: most rows", [12.0], "12"),
+        ("cpu-avx2: bfloat16 by int8", [1e-6, 2e-11, 1e-11], "3 numbers, 10 ps a weight at the least"),
+    ],
+)
+def test_what_was_measured_in_words(name: str, numbers: list[float], words: str) -> None:
+    assert command._numbers(name, numbers) == words

@@ -133,11 +133,8 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
         rows[f"implementations of {operation}, first to last"] = [
             (entry["name"], entry["reason"] or "ready") for entry in entries
         ]
-    rows["measured, to choose implementations by"] = [
-        (name, f"{len(numbers)} numbers, {1e12 * min(numbers[1:]):,.0f} ps a weight at the least")
-        if len(numbers) > 1
-        else (name, f"{numbers[0] / 1e9:,.1f} GB/s" if name.endswith("read") else f"{numbers[0]:,.0f}")
-        for name, numbers in found["costs"].items()
+    rows["measured, to choose and to plan by"] = [
+        (name, _numbers(name, numbers)) for name, numbers in found["costs"].items()
     ] or [("nothing yet", "a layer measures what it needs when it first runs, and so does --measure")]
     if found["roof"] is None:
         return rows | {"roof": [("not measured", "moestro info --measure")]}
@@ -151,6 +148,15 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     ]
     none = [("not measured", "the native engine is not there, or has no loops for this processor")]
     return rows | {"roof": roofs, "peaks from registers": peaks or none}
+
+
+def _numbers(name: str, numbers: list[float]) -> str:
+    """What was measured under a name, in a few words."""
+    if name.startswith("beside the experts"):  # three parts of a prompt's pass, and of a step
+        return f"prompt {1e3 * sum(numbers[:3]):,.1f} ms, a step {1e3 * sum(numbers[3:]):,.1f} ms"
+    if len(numbers) > 1:
+        return f"{len(numbers)} numbers, {1e12 * min(numbers[1:]):,.0f} ps a weight at the least"
+    return f"{numbers[0] / 1e9:,.1f} GB/s" if name.endswith("read") else f"{numbers[0]:,.0f}"
 
 
 def _lines(device: dict[str, Any]) -> list[tuple[str, str]]:

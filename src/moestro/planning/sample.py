@@ -90,7 +90,8 @@ def rest_of(model: Model, load: Load, projections: str, say: Say = lambda text, 
     """
     config = hashlib.blake2b(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode(), digest_size=8)
     what = f"{load.batch} of {load.prompt_tokens} tokens, {projections}, {torch.get_num_threads()} threads"
-    name = f"beside the experts of {config.hexdigest()}: {model.dtype}, {what}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = f"beside the experts of {model.config.model_type} {config.hexdigest()}: {dtype}, {what}"
 
     def measure() -> list[float]:
         return [seconds for rest in _measured(model, load, projections, say) for seconds in astuple(rest)]
