@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ COLOURS = dict(
 )
 
 
+MEMORY = "memory of a device, GB"
 AXES: dict[str, Callable[[Candidate], float]] = {
     "sequences at once": lambda each: each.load.batch,
     "devices": lambda each: each.choice.ranks,
-    "memory of a device, GB": lambda each: each.need.device / 1e9,
+    MEMORY: lambda each: each.need.device / 1e9,
 }
 """What tokens per second are drawn over, and how a candidate has it."""
 
@@ -54,13 +56,16 @@ def plan_plot(plan: Plan, path: str | Path) -> None:
 
 
 def _rates(axis: Any, name: str, candidates: tuple[Candidate, ...]) -> None:
-    """For each format the fastest way at each value."""
+    """For each format the fastest way at each value; over memory, the fastest that takes so much at most."""
     best: dict[str, dict[float, float]] = {}
     for each in candidates:
         line, value = best.setdefault(each.choice.format or "as stored", {}), AXES[name](each)
         line[value] = max(line.get(value, 0.0), each.decode_rate)
     for (form, line), colour in zip(best.items(), (*OURS_COLOURS, *PEER_COLOURS), strict=False):
-        axis.plot(sorted(line), [line[value] for value in sorted(line)], marker="o", color=colour, label=form)
+        rates = [line[value] for value in sorted(line)]
+        steps = {"drawstyle": "steps-post"} if name == MEMORY else {}
+        rates = list(accumulate(rates, max)) if steps else rates
+        axis.plot(sorted(line), rates, marker="o", color=colour, label=form, **steps)
     axis.set(xlabel=name, ylim=(0, None), title=f"over {name}")
     axis.legend()
 
