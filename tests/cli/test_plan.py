@@ -13,6 +13,7 @@ from moestro.cli.progress import steps
 from moestro.memory import read_trace
 from moestro.planning import machine_names
 
+SHORT = ("--prompt-tokens", 8, "--new-tokens", 4)
 FOUR_PARTS = re.compile(r"\[\w+\] got .+; needs .+\. .+\.?")
 
 
@@ -35,7 +36,8 @@ def test_this_machine(model_folder, tmp_path, monkeypatch):
 
 
 def test_a_described_machine_and_a_configuration(model_folder, tmp_path):
-    found = json.loads(run(model_folder / "config.json", "--machine", "h200", "--devices", 2, "--json").stdout)
+    path = model_folder / "config.json"
+    found = json.loads(run(path, *SHORT, "--machine", "h200", "--devices", 2, "--json").stdout)
     assert {(c["choice"]["ep"], c["choice"]["tp"]) for c in found["candidates"]} == {(1, 1), (2, 1), (1, 2)}
     assert run("--machine", "list").stdout.split() == list(machine_names())
 
@@ -47,7 +49,7 @@ def test_a_recorded_run(model_folder, tmp_path):
     )
     assert recorded.exit_code == 0, recorded.output
     assert read_trace(path).decoded
-    run(model_folder, "--machine", "h200", "--trace", path)
+    run(model_folder, *SHORT, "--machine", "h200", "--trace", path)
     assert FOUR_PARTS.search(run("--machine", "h200", "--trace", path, code=2).stderr)
 
 
@@ -67,6 +69,9 @@ def test_a_recorded_run(model_folder, tmp_path):
         ["--plot", "plan.txt"],
         ["--devices", "3"],
         ["--machine", "h200", "--check"],
+        ["--machine", "h200", "--new-tokens", "1000"],
+        ["--machine", "h200", "--projections", "int3"],
+        ["--format", ","],
     ],
 )
 def test_one_line_for_what_cannot_be_planned(arguments):

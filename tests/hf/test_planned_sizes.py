@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import moestro
 from hf.checkpoints import FAMILIES
 from moestro.errors import InvalidInputError, UnsupportedError
+from moestro.hf.dense import StoredProjection
 from moestro.hf.memory import expert_memory
 from moestro.hf.store import ExpertStore
 from moestro.memory.sizes import cut, least_budget, total_bytes
@@ -111,3 +112,26 @@ def test_what_is_refused(made, tmp_path):
     (dense / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}))
     with pytest.raises((UnsupportedError, InvalidInputError)):
         read_model(dense)
+
+
+@pytest.mark.parametrize("like", ["olmoe", "gpt-oss-20b"])
+def test_every_byte_of_projections_in_a_format(made, like):
+    folder = made.folder(like)
+    model = moestro.load(folder, projections="int8")
+    stored = sum(m.stored.nbytes for m in model.modules() if isinstance(m, StoredProjection))
+    assert stored
+    planned = read_model(folder, "int8")
+    assert planned.rest_bytes == loaded_bytes(model)[1] + stored
+    assert planned.rest_bytes < read_model(folder).rest_bytes
+
+
+def test_configurations_that_say_too_little_or_too_much(made, tmp_path):
+    """Of a dense model, and of a dtype that experts are not stored in: errors of this package."""
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    config = json.loads((made.folder("olmoe") / "config.json").read_text())
+    dense = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    for wrong in (config | {"dtype": "float8_e4m3fn"}, dense):
+        (folder / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises((UnsupportedError, InvalidInputError), match=r"^\[\w+\] got .+; needs .+\. .+"):
+            read_model(folder)

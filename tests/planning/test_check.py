@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 import moestro
-from moestro.bench.model import ModelPoint
+from moestro.bench.model import FEWEST_NEW_TOKENS, ModelPoint
 from moestro.errors import UnsupportedError
-from moestro.planning import check, machines
+from moestro.formats import FORMATS
+from moestro.planning import Choice, check, machines
+from moestro.planning.predict import Times
 
 HERE = replace(machines.read_machine("h200"), is_here=False, name="box")
 
@@ -51,7 +53,7 @@ def test_the_first_and_two_others_are_run(plan, cases):
         assert one.prompt_error == pytest.approx(candidate.prompt.total / 0.2 - 1)
         assert one.decode_error == pytest.approx(candidate.decode.total / (0.1 / case.batch) - 1)
         assert one.memory_error == pytest.approx(candidate.need.device / 1e8 - 1)
-        assert one.rate == pytest.approx(case.batch * 40 / (0.2 + 40 * 0.1 / case.batch))
+        assert one.rate == pytest.approx(case.batch * 40 / (0.2 + 39 * 0.1 / case.batch))
         json.dumps(one.as_json())
     text = check.text(found)
     assert max(map(len, text.splitlines())) <= 80
@@ -64,3 +66,32 @@ def test_what_cannot_be_run_is_refused(plan, cases, change):
     with pytest.raises(UnsupportedError, match="Leave --check out"):
         check.check(other if change else plan)
     assert cases == []
+
+
+def test_a_format_within_a_budget_is_refused_or_passed_over(plan, cases):
+    """`load` takes no format beside a budget: files have to have it."""
+    here = replace(plan, machine=replace(plan.machine, is_here=True))
+    written = replace(plan.best, choice=Choice("int8", 10**7))
+    with pytest.raises(UnsupportedError, match="moestro quantize FOLDER OUT"):
+        check.check(replace(here, candidates=(written, *here.candidates)))
+    assert cases == []
+    found = check.check(replace(here, candidates=(plan.best, written, *plan.candidates[1:])))
+    assert all(one.candidate.why_not_run is None for one in found)
+    assert len(found) == 3
+
+
+def test_what_a_process_is_given(plan, cases):
+    """The folder that was found, whatever it was called, and as many new tokens as can be timed."""
+    model = replace(plan.model, name="bundled", folder="/models/of mine")
+    short = replace(plan.best, load=replace(plan.best.load, new_tokens=1))
+    here = replace(plan, machine=replace(plan.machine, is_here=True), model=model, candidates=(short,))
+    check.check(here)
+    assert [(case.folder, case.new_tokens) for case in cases] == [("/models/of mine", FEWEST_NEW_TOKENS)]
+
+
+def test_lines_of_large_numbers(plan):
+    best = replace(plan.best, choice=Choice(max(FORMATS, key=len)), prompt=Times(dense=999.0))
+    point = ModelPoint(None, prompt_seconds=900.0, decode_seconds=0.01, peak_bytes=10**8)
+    lines = check.text([check.Checked(best, point)]).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "999,000" in lines[2].split()

@@ -32,6 +32,8 @@ def test_a_file(tmp_path):
     assert (found.name, found.memory, found.devices, found.read_rate) == ("box", 8 * 10**9, 2, 5e10)
     assert found.flops("mxfp4") == found.flops("float32") == 1e13
     assert not found.is_here
+    path.write_text(GOOD.replace('"8GB"', "8e9"))
+    assert type(read_machine(path).memory) is int
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,11 @@ def test_a_file(tmp_path):
         (GOOD + "sources = 3", "sources"),
         (GOOD.replace('"8GB"', '"much"'), "memory"),
         (GOOD.replace('"8GB"', "true"), "memory = True"),
+        (GOOD.replace('"8GB"', "inf"), "memory = inf"),
+        (GOOD.replace('"8GB"', "1.5"), "memory = 1.5"),
+        (GOOD.replace('"100GB/s"', "inf"), "bytes_per_second = inf"),
+        (GOOD + "link_seconds = nan", "link_seconds = nan"),
+        (GOOD + "name = 3", "name = 3"),
         (GOOD.replace("1e13", '"fast"'), "flops_per_second"),
         (GOOD.replace("1e13", "{fp8 = 1e13}"), "default"),
         (GOOD.replace("1e13", "{default = 0}"), "flops_per_second.default = 0"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
-from dataclasses import astuple
+import weakref
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from moestro import machine
 from moestro.errors import UnsupportedError
 from moestro.hf.sources import empty_model
 from moestro.ops import measured
-from moestro.planning import Load, sample
+from moestro.ops.expert_mlp import crossover
+from moestro.ops.expert_mlp.costs import PLAIN, Costs
+from moestro.planning import Choice, Load, predict, read_machine, sample
 from moestro.planning.model import read_model
 
 BUNDLED = read_model(None)
@@ -104,3 +108,33 @@ def test_a_sample_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(machine, "available_bytes", lambda: 2**20)
     with pytest.raises(UnsupportedError, match="--machine"):
         sample._made(BUNDLED, range(2))
+
+
+def test_what_was_made_is_gone(monkeypatch):
+    """Half of the free memory may be in it, and the next batch, or a check, needs it."""
+    made, make = [], sample._made
+    monkeypatch.setattr(sample, "_made", lambda *given: (model := make(*given), made.append(weakref.ref(model)))[0])
+    gc.disable()
+    try:
+        sample._measured(BUNDLED, Load(1, 4, 4), "auto", lambda *_: None)
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_only_the_engine_is_predicted_where_nothing_measured_decides(monkeypatch):
+    """As in the call itself: of small experts, with MOESTRO_MEASURE=0, and in the deterministic mode."""
+    ways = []
+    here = replace(read_machine("h200"), is_here=True)
+
+    def measured_costs(way, *_):
+        ways.append(way)
+        return (Costs((1,), 1e-6, (1e-9,), (1e-9,)),) * 2
+
+    monkeypatch.setattr(predict, "_costs", measured_costs)
+    monkeypatch.setattr(crossover, "decides", lambda nbytes: nbytes > 10**9)
+    predict.expert_seconds(BUNDLED, here, predict.Spread(), 4, Choice())
+    assert set(ways) == {""}
+    monkeypatch.setattr(crossover, "decides", lambda nbytes: True)
+    predict.expert_seconds(BUNDLED, here, predict.Spread(), 4, Choice())
+    assert set(ways) == {"", PLAIN}

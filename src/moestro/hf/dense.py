@@ -135,7 +135,7 @@ def check_projections(model: nn.Module, projections: str, operation: str) -> Non
     if projections in PROJECTIONS:
         return
     check_whole(model, projections, operation)
-    form, modules = find_format(projections), dict(_storable(model))
+    form, modules = find_format(projections), dict(storable(model))
     stored = {module.stored.format.name for module in model.modules() if isinstance(module, StoredProjection)}
     if stored - {form.name}:
         raise unsupported(
@@ -187,7 +187,7 @@ def serve_projections(model: nn.Module, projections: str) -> None:
             if type(module) is nn.Linear and module.weight.dtype in _SERVED:
                 module.__class__ = Projection
     elif projections not in PROJECTIONS:
-        modules = list(_storable(model))
+        modules = list(storable(model))
         for name, module in tqdm(modules, desc="Quantizing projections", delay=1):
             _store(module, projections, name)
 
@@ -198,7 +198,7 @@ def served_projections(model: nn.Module) -> dict[str, Projection | StoredProject
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def _storable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def storable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linear modules that a format may store, by their names."""
     precise = _precise(model)
     for name, module in model.named_modules():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from moestro.errors import invalid_input
+from moestro.hf.dense import check_choice
 from moestro.memory.amounts import parse_bytes
 from moestro.planning import report as tables
-from moestro.planning.machines import Machine, here, machine_names, read_machine
+from moestro.planning.machines import Machine, checked, here, machine_names, read_machine
 from moestro.planning.model import OPERATION, Model, read_model
 from moestro.planning.predict import Choice, Spread, Times
 from moestro.planning.sample import Load, Say
@@ -94,7 +96,8 @@ def plan(
             where experts are stored in 16 bits or more.
         devices: by name only: that may be used together, at most those of the machine.
         memory: by name only: bytes of a device, or "8GB", in place of what is free or described.
-        disk: by name only: bytes per second that experts are read at; else measured on the model's own files.
+        disk: by name only: bytes per second that experts are read at, 0 to hold all of them; else measured on the
+            model's own files.
         spread: by name only: of tokens over experts; even if left out.
         projections: by name only: as for `moestro.load`.
         say: by name only: called with what is being done, how much of it is, and how much there is.
@@ -104,24 +107,15 @@ def plan(
             that cannot be read.
         UnsupportedError: a model whose experts `load` does not read, or that cannot be timed here.
     """
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise invalid_input(OPERATION, got=f"{min(unknown)}=", needs="an argument that there is", fix="See its page.")
     say: Say = options.get("say", lambda text, done, total: None)
-    found = read_model(model)
+    asked = _asked(batches, prompt_tokens, new_tokens, options)
+    found = read_model(model, asked.projections)
+    _check_spread(asked.spread, found)
+    _check_context(asked, found)
     target = _machine(machine, found, options, say)
-    formats, devices = options.get("formats"), options.get("devices", 1)
-    if devices > target.devices:
-        needs = f"at most the {target.devices} of {target.name}"
-        raise invalid_input(OPERATION, got=f"{devices} devices", needs=needs, fix="Describe a machine with more.")
-    spread = options.get("spread") or Spread()
-    asked = Asked(
-        formats=None if formats is None else tuple(formats),
-        batches=tuple(batches),
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        devices=devices,
-        spread=spread,
-        projections=options.get("projections", "auto"),
-    )
-    _check_spread(spread, found)
+    _check_devices(asked.devices, target)
     search = Search(found, target, asked, say)
     candidates = search.found()
     if not candidates:
@@ -131,39 +125,84 @@ def plan(
     return Plan(found, target, tuple(candidates), assumptions, notes, asked.projections)
 
 
+def _asked(batches: Sequence[int], prompt_tokens: int, new_tokens: int, options: Options) -> Asked:
+    formats = options.get("formats")
+    asked = Asked(
+        formats=None if formats is None else tuple(dict.fromkeys(formats)),
+        batches=tuple(dict.fromkeys(batches)),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        devices=options.get("devices", 1),
+        spread=options.get("spread") or Spread(),
+        projections=options.get("projections", "auto"),
+    )
+    check_choice(asked.projections, OPERATION)
+    return asked
+
+
 def _machine(given: str | Path | Machine | None, model: Model, options: Options, say: Say) -> Machine:
     memory, disk = options.get("memory"), options.get("disk")
     size = parse_bytes(OPERATION, "memory", memory, least=1) if isinstance(memory, str) else memory
-    if isinstance(given, Machine):
-        found = given
-    elif given is not None:
-        found = read_machine(given)
-    else:
+    is_rate = disk is None or (isinstance(disk, int | float) and 0 <= disk < math.inf)
+    if not is_rate or not (size is None or (type(size) is int and size > 0)):
+        needs = "bytes of at least 1, and a finite rate; a rate of 0 is no disk"
+        raise invalid_input(OPERATION, got=f"memory={size!r}, disk={disk!r}", needs=needs, fix="Leave them out.")
+    if given is None:
         if disk is None and model.checkpoint is not None:
             from moestro.planning.disk import read_rate
 
             say("reading some experts from the disk", 0, 1)
             disk = read_rate(model.checkpoint)
         return here(size, disk)
-    return replace(found, memory=size or found.memory, disk_bytes_per_second=disk or found.disk_bytes_per_second)
+    found = checked(given) if isinstance(given, Machine) else read_machine(given)
+    return replace(
+        found,
+        memory=found.memory if size is None else size,
+        disk_bytes_per_second=found.disk_bytes_per_second if disk is None else disk,
+    )
 
 
 def _check_spread(spread: Spread, model: Model) -> None:
     """Refuse recorded ids of another model."""
     if not spread.recorded:
         return
-    sizes = [(len(ids), ids.shape[1], int(ids.max())) for ids in spread.recorded]
-    fits = len(sizes) == len(model.layers) and all(
-        count and top_k == layer.size.top_k and most < layer.size.experts
-        for (count, top_k, most), layer in zip(sizes, model.layers, strict=False)
+    fits = len(spread.recorded) == len(model.layers) and all(
+        ids.dim() == 2
+        and len(ids) > 0
+        and ids.shape[1] == layer.size.top_k
+        and not ids.is_floating_point()
+        and int(ids.min()) >= -1
+        and int(ids.max()) < layer.size.experts
+        for ids, layer in zip(spread.recorded, model.layers, strict=False)
     )
     if not fits:
         raise invalid_input(
             OPERATION,
-            got=f"recorded ids of {len(sizes)} layers",
+            got=f"recorded ids of {len(spread.recorded)} layers",
             needs=f"those of {model.name}: {len(model.layers)} layers, as many slots and experts as each has",
             fix="Record them with this model: moestro generate --trace FILE.",
         )
+
+
+def _check_context(asked: Asked, model: Model) -> None:
+    """Refuse sequences that the model was not made for."""
+    if model.context is not None and asked.prompt_tokens + asked.new_tokens > model.context:
+        raise invalid_input(
+            OPERATION,
+            got=f"{asked.prompt_tokens:,} prompt tokens and {asked.new_tokens:,} new ones",
+            needs=f"at most {model.context:,} together, the context of {model.name}",
+            fix="Lower one of them.",
+        )
+
+
+def _check_devices(devices: int, machine: Machine) -> None:
+    """Refuse more than there are, and several that nothing joins."""
+    if devices > machine.devices:
+        needs = f"at most the {machine.devices} of {machine.name}"
+        raise invalid_input(OPERATION, got=f"{devices} devices", needs=needs, fix="Describe a machine with more.")
+    if devices > 1 and not machine.link_bytes_per_second:
+        got, needs = f"{devices} devices of {machine.name}, whose links have no rate", "link_bytes_per_second"
+        raise invalid_input(OPERATION, got=got, needs=needs, fix="Add it to the machine's file.")
 
 
 def _assumptions(search: Search, best: Candidate) -> tuple[tuple[str, float], ...]:

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from moestro.bench.model import ModelCase, ModelPoint, measure
+from moestro.bench.model import FEWEST_NEW_TOKENS, ModelCase, ModelPoint, measure
 from moestro.errors import unsupported
-from moestro.hf.text_model import BUNDLED, bundled_folder
 from moestro.planning import Plan
 from moestro.planning.report import candidate_json
 from moestro.planning.sample import Say
@@ -54,9 +53,7 @@ class Checked:
     @property
     def rate(self) -> float:
         """New tokens per second with the prompt's pass counted in, as measured."""
-        load = self.candidate.load
-        seconds = self.measured.prompt_seconds + load.new_tokens * self.measured.decode_seconds
-        return load.batch * load.new_tokens / seconds
+        return self.candidate.load.rate(self.measured.prompt_seconds, self.measured.decode_seconds)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for json.dumps."""
@@ -70,7 +67,8 @@ def check(
     """Run candidates, and compare; if none are given, the recommendation and two neighbours.
 
     Raises:
-        UnsupportedError: a plan of another machine, or of a model without weights.
+        UnsupportedError: a plan of another machine, of a model without weights, or to be run on files of a format that
+            they do not have.
         MoestroError: what loading or running raises.
     """
     if not plan.machine.is_here or plan.model.checkpoint is None:
@@ -80,19 +78,26 @@ def check(
             needs="a checkpoint, and this machine",
             fix="Leave --check out.",
         )
-    folder = str(bundled_folder()) if plan.model.name == BUNDLED else plan.model.name
     chosen = neighbours(plan.candidates) if candidates is None else candidates
+    for each in chosen:
+        if each.why_not_run is not None:
+            raise unsupported(
+                "plan",
+                got=f"a check of {each.why_not_run}",
+                needs="what files as they are can be run by",
+                fix="Write them first, moestro quantize FOLDER OUT, and plan OUT; or leave the format out.",
+            )
     found = []
     for number, each in enumerate(chosen):
         say("running what was planned", number, len(chosen))
         load = each.load
         case = ModelCase(
-            folder,
+            plan.model.folder,
             each.choice.format,
             each.choice.memory,
             load.batch,
             load.prompt_tokens,
-            min(load.new_tokens, MOST_NEW_TOKENS),
+            max(min(load.new_tokens, MOST_NEW_TOKENS), FEWEST_NEW_TOKENS),
             plan.projections,
         )
         found.append(Checked(each, measure(case)))
@@ -105,6 +110,10 @@ def errors(checked: Sequence[Checked]) -> list[float]:
     return [abs(error) for error in found if error is not None]
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{2 if seconds < 1 else 0}f}"
+
+
 def _share(off: float | None) -> str:
     return "-" if off is None else f"{off:+.0%}"
 
@@ -112,8 +121,8 @@ def _share(off: float | None) -> str:
 def text(checked: Sequence[Checked]) -> str:
     """A table of 80 columns: milliseconds predicted and measured."""
     lines = [
-        f"{'experts':<12}{'batch':>6}{'prompt, ms':>20}{'':7}{'a step, ms':>20}{'':7}{'memory':>8}",
-        f"{'':<18}{'predicted':>10}{'measured':>10}{'off':>7}{'predicted':>10}{'measured':>10}{'off':>7}{'off':>8}",
+        f"{'experts':<16}{'batch':>6}{'prompt, ms':>19}{'':6}{'a step, ms':>19}{'':6}{'memory':>8}",
+        f"{'':<22}{'predicted':>10}{'measured':>9}{'off':>6}{'predicted':>10}{'measured':>9}{'off':>6}{'off':>8}",
     ]
     for each in checked:
         form = each.candidate.choice.format or "as stored"
@@ -121,8 +130,8 @@ def text(checked: Sequence[Checked]) -> str:
             (each.candidate.prompt.total, each.measured.prompt_seconds, each.prompt_error),
             (each.candidate.decode.total, each.measured.decode_seconds, each.decode_error),
         )
-        cells = "".join(f"{1e3 * a:>10,.2f}{1e3 * b:>10,.2f}{_share(off):>7}" for a, b, off in pairs)
-        lines.append(f"{form:<12}{each.candidate.load.batch:>6}{cells}{each.memory_error:>+8.1%}")
+        cells = "".join(f"{_ms(a):>10}{_ms(b):>9}{_share(off):>6}" for a, b, off in pairs)
+        lines.append(f"{form:<16}{each.candidate.load.batch:>6}{cells}{each.memory_error:>+8.1%}")
     off = errors(checked)
     best = max(each.rate for each in checked)
     lines.append(f"off by {median(off):.0%} in the median, {max(off):.0%} at most;")

@@ -16,7 +16,7 @@ READS = 64
 def read_rate(checkpoint: Checkpoint) -> float:
     """Bytes per second of reads spread over the largest file, past the page cache where the filesystem allows that.
 
-    0.0 where files are too small to tell, or cannot be read so: then experts are not planned to be read as needed.
+    0.0 where files are too small to tell: then experts are not planned to be read as needed.
     """
     path = max(checkpoint.files, key=lambda file: file.stat().st_size)
     size = path.stat().st_size

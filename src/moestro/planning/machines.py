@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -130,29 +131,42 @@ def _machine(path: Path, found: dict[str, Any]) -> Machine:
     rates = values["flops_per_second"]
     if isinstance(rates, int | float):
         values["flops_per_second"] = {"default": float(rates)}
-    elif not isinstance(rates, dict) or "default" not in rates:
-        needs = "a rate, or rates by dtype or format with default for all others"
-        raise _wrong(path, f"flops_per_second = {rates!r}", needs)
+    size = values["memory"]
+    if isinstance(size, float) and size.is_integer():
+        values["memory"] = int(size)
     _check(path, values)
     return Machine(**values)
 
 
-def _check(path: Path, values: dict[str, Any]) -> None:
+def checked(given: Machine) -> Machine:
+    """The same, or an InvalidInputError for values that no machine has."""
+    _check(given.name, {each.name: getattr(given, each.name) for each in fields(given) if each.name != "is_here"})
+    return given
+
+
+def _check(path: Path | str, values: dict[str, Any]) -> None:
     """Refuse values that no machine has."""
+    rates = values["flops_per_second"]
+    if not isinstance(rates, dict) or "default" not in rates:
+        needs = "a rate, or rates by dtype or format with default for all others"
+        raise _wrong(path, f"flops_per_second = {rates!r}", needs)
     numbers = {key: value for key, value in values.items() if key not in ("name", "sources", "flops_per_second")}
-    numbers |= {f"flops_per_second.{key}": value for key, value in dict(values["flops_per_second"]).items()}
+    numbers |= {f"flops_per_second.{key}": value for key, value in rates.items()}
     for key, value in numbers.items():
         positive = key in ("memory", "bytes_per_second", "devices") or key.startswith("flops")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 if positive else value >= 0):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not (value > 0 if positive else value >= 0):
             raise _wrong(path, f"{key} = {value!r}", "a number above 0" if positive else "a number of at least 0")
         if key.endswith("_share") and not 0 < value <= 1:
             raise _wrong(path, f"{key} = {value!r}", "a share above 0, at most 1")
-    if type(values.get("devices", 1)) is not int:
-        raise _wrong(path, f"devices = {values['devices']!r}", "a whole number")
+        if key in ("devices", "memory") and type(value) is not int:
+            raise _wrong(path, f"{key} = {value!r}", "a whole number")
     sources = values.get("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
         raise _wrong(path, "sources that are no texts by key", "a table of texts")
+    if not isinstance(values["name"], str):
+        raise _wrong(path, f"name = {values['name']!r}", "a text")
 
 
-def _wrong(path: Path, got: str, needs: str) -> InvalidInputError:
+def _wrong(path: Path | str, got: str, needs: str) -> InvalidInputError:
     return invalid_input(OPERATION, got=f"{path} with {got}", needs=needs, fix=FIX)

@@ -16,15 +16,16 @@ from transformers import DynamicCache
 
 from moestro.checkpoint import Checkpoint, open_checkpoint
 from moestro.errors import unsupported
-from moestro.formats import check_shape, find_format
+from moestro.formats import WeightFormat, check_shape, find_format
 from moestro.formats.dense import DENSE_FORMATS
 from moestro.hf.config import MoestroConfig
+from moestro.hf.dense import PROJECTIONS, check_projections, storable
 from moestro.hf.memory import layer_size
 from moestro.hf.models import explained, find_model, read_config, routed_experts_of
 from moestro.hf.sources import Reader, empty_model, places_of, take_quantization
 from moestro.hf.store import Stored
 from moestro.hf.text_model import BUNDLED, bundled_folder
-from moestro.memory.sizes import LayerSize
+from moestro.memory.sizes import LayerSize, total_bytes
 
 OPERATION = "plan"
 _DENSE = {form.storage: form.name for form in DENSE_FORMATS}
@@ -57,17 +58,38 @@ class ExpertLayer:
         form = None if name is None else find_format(name)
         if form is None or form.name == self.format:
             return self
-        nbytes = 0
         for shape in (self.gate_up, self.down):
             check_shape(form, *shape, f"{OPERATION} {self.name}")
-            nbytes += sum(math.prod(size) * dtypes[0].itemsize for dtypes, size in form.parts(shape).values())
+        nbytes = _stored_bytes(form, self.gate_up, self.down)
         return replace(self, format=form.name, size=replace(self.size, expert_bytes=nbytes, pool_key=form.name))
+
+    def cut(self, parts: int) -> ExpertLayer | None:
+        """The widest of so many slices along the intermediate size, in whole groups and blocks as a mesh cuts them.
+
+        None where there are fewer of these than slices.
+        """
+        if parts == 1:
+            return self
+        form, (hidden, width) = find_format(self.format), self.down
+        scaling = form.scaling
+        unit = math.lcm(form.row_unit, *(size for size in (scaling.rows, scaling.columns) if size) if scaling else ())
+        units = -(-width // unit)
+        if units < parts:
+            return None
+        own = min(-(-units // parts) * unit, width)
+        gate_up, down = (self.gate_up[0] * own // width, self.gate_up[1]), (hidden, own)
+        size = replace(self.size, expert_bytes=_stored_bytes(form, gate_up, down))
+        return replace(self, gate_up=gate_up, down=down, size=size)
+
+    @property
+    def weights(self) -> int:
+        """Of one expert."""
+        return math.prod(self.gate_up) + math.prod(self.down)
 
     @property
     def bits(self) -> float:
         """Of one weight, scales included."""
-        weights = math.prod(self.gate_up) + math.prod(self.down)
-        return 8 * self.size.expert_bytes / weights
+        return 8 * self.size.expert_bytes / self.weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +98,7 @@ class Model:
 
     Attributes:
         name: as it was given.
+        folder: where that was found, or the hub id.
         config: Transformers' configuration.
         dtype: of all that is no expert.
         layers: with experts, in their order.
@@ -85,6 +108,7 @@ class Model:
     """
 
     name: str
+    folder: str
     config: Any
     dtype: torch.dtype
     layers: tuple[ExpertLayer, ...]
@@ -105,6 +129,18 @@ class Model:
     def sizes(self) -> tuple[LayerSize, ...]:
         return tuple(layer.size for layer in self.layers)
 
+    @property
+    def bits(self) -> float:
+        """Of a weight of the experts, in the mean."""
+        weights = sum(layer.size.experts * layer.weights for layer in self.layers)
+        return 8 * total_bytes(self.sizes) / weights
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens it was made for, prompt included, if its configuration says."""
+        length = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -121,8 +157,10 @@ class Counts:
     cache_bytes: int
 
 
-def read_model(source: str | Path | None) -> Model:
+def read_model(source: str | Path | None, projections: str = "auto") -> Model:
     """Of a checkpoint's folder, a folder that has config.json only, or a hub id; None is the bundled model.
+
+    `projections` is as for `moestro.load`: a format makes its linear modules smaller.
 
     Raises:
         InvalidInputError: a folder or files that cannot be read; as of `load`.
@@ -135,16 +173,25 @@ def read_model(source: str | Path | None) -> Model:
     config.dtype = config.dtype or _stored_dtype(files)
     skeleton = empty_model(config)
     with explained(OPERATION, path, "a configuration that a model can be made of", "Check config.json."):
-        layers = _config_layers(skeleton, quantization) if files is None else _layers(skeleton, files, quantization)
+        found = _config_layers(skeleton, quantization) if files is None else _layers(skeleton, files, quantization)
+        layers = tuple(found)
+    projected = _take_projections(skeleton, projections)
     return Model(
         name=BUNDLED if source is None else str(source),
+        folder=path,
         config=config,
         dtype=config.dtype,
-        layers=tuple(layers),
-        rest_bytes=_rest_bytes(skeleton),
+        layers=layers,
+        rest_bytes=_rest_bytes(skeleton) + projected,
         looked_up_bytes=_looked_up_bytes(skeleton),
         checkpoint=files,
     )
+
+
+def _stored_bytes(form: WeightFormat, *shapes: tuple[int, int]) -> int:
+    """Of matrices [N, K] in a format."""
+    parts = (part for shape in shapes for part in form.parts(shape).values())
+    return sum(math.prod(size) * dtypes[0].itemsize for dtypes, size in parts)
 
 
 def _folder(source: str | Path) -> str | Path:
@@ -209,8 +256,18 @@ def _rest_bytes(skeleton: Any) -> int:
     )
 
 
+def _take_projections(skeleton: Any, projections: str) -> int:
+    """Remove the weights of linear modules that are to be stored in a format; how many bytes they take there."""
+    if projections in PROJECTIONS:
+        return 0
+    check_projections(skeleton, projections, OPERATION)
+    modules = [module for _, module in storable(skeleton)]
+    shapes = [module._parameters.pop("weight").shape for module in modules]  # type: ignore[union-attr]
+    return _stored_bytes(find_format(projections), *((n, k) for n, k in shapes))
+
+
 def _looked_up_bytes(skeleton: Any) -> int:
-    tied = {id(m.weight) for m in skeleton.modules() if isinstance(m, nn.Linear)}
+    tied = {id(m._parameters.get("weight")) for m in skeleton.modules() if isinstance(m, nn.Linear)}
     tables = {id(m.weight): m.weight for m in skeleton.modules() if isinstance(m, nn.Embedding)}
     return sum(table.nbytes for key, table in tables.items() if key not in tied)
 

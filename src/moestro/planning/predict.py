@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from moestro.memory import Residents, policy_named, visit_of
 from moestro.ops import native
 from moestro.ops.expert_mlp import costs, cpu, crossover
 from moestro.parallel import Placement
-from moestro.parallel.simulate import Simulation, simulate
+from moestro.parallel.simulate import simulate
 from moestro.parallel.simulate_links import Mesh
 from moestro.parallel.simulate_traces import zipf_ids
 from moestro.planning import rules
@@ -28,7 +28,9 @@ from moestro.types import Routing
 REPLAYED = 48
 """Steps of decoding that are replayed, after as many that fill the slots."""
 MOST_DRAWN = 4096
-"""Tokens of which a batch's spread over ranks is drawn."""
+"""Tokens of which a batch's spread over experts and ranks is drawn."""
+MOST_BATCHES = 64
+"""Of few tokens, that are drawn to find what the busiest rank has in the mean."""
 FLOAT32 = 4
 
 
@@ -100,56 +102,87 @@ class Spread:
         size = layer.size
         if not self.recorded and not self.exponent:
             return size.experts * (1 - (1 - size.top_k / size.experts) ** num_tokens)
-        shares = _shares(self, index, layer)
+        shares = _shares(self, *self.alike(index, layer))
         return float((1 - (1 - shares) ** num_tokens).sum())
+
+    def pairs(self, index: int, layer: ExpertLayer, num_tokens: int) -> float:
+        """Slots in use of so many tokens of a layer."""
+        if not self.recorded:
+            return float(num_tokens * layer.size.top_k)
+        return num_tokens * float((self.recorded[index] >= 0).sum()) / len(self.recorded[index])
+
+    def alike(self, index: int, layer: ExpertLayer) -> tuple[int, ExpertLayer]:
+        """A layer and its index; the same for all whose ids are drawn alike."""
+        return (index, layer) if self.recorded else (0, replace(layer, name=""))
 
 
 @functools.lru_cache(maxsize=512)
 def _shares(spread: Spread, index: int, layer: ExpertLayer) -> Tensor:
     """Of the tokens, that reach each expert."""
     ids = spread.recorded[index] if spread.recorded else spread.ids(0, layer, MOST_DRAWN)
-    return torch.bincount(ids[ids >= 0].flatten(), minlength=layer.size.experts).double() / len(ids)
+    counts = torch.bincount(ids[ids >= 0].flatten(), minlength=layer.size.experts).double()
+    return (counts / len(ids)).clamp(max=1.0)
+
+
+@functools.lru_cache(maxsize=512)
+def _busiest(spread: Spread, index: int, layer: ExpertLayer, num_tokens: int, ranks: int) -> tuple[float, float]:
+    """The most experts that a batch reaches on one of the ranks, and the most pairs, in the mean over drawn batches."""
+    tokens, experts = min(num_tokens, MOST_DRAWN), layer.size.experts
+    batches = min(MOST_DRAWN // tokens, MOST_BATCHES)
+    ids = spread.ids(index, layer, batches * tokens).reshape(batches, -1)
+    counts = torch.zeros(batches, experts + 1, dtype=torch.int64)  # the last is of empty slots
+    counts.scatter_add_(1, torch.where(ids >= 0, ids, experts), torch.ones_like(ids))
+    own = [counts[:, list(held)] for held in Placement.contiguous(experts, ranks).experts]
+    reached = torch.stack([(each > 0).sum(1) for each in own]).amax(0).double().mean()
+    pairs = torch.stack([each.sum(1) for each in own]).amax(0).double().mean()
+    return float(reached), float(pairs) * num_tokens / tokens
 
 
 def expert_seconds(model: Model, machine: Machine, spread: Spread, num_tokens: int, choice: Choice) -> float:
-    """Of all layers' experts, on the rank that has most of the pairs."""
+    """Of all layers' experts, on the rank that has most to do; a choice of slices that `ExpertLayer.cut` can make."""
     cached = machine.is_here and _are_cached(model)
     total = 0.0
     for index, layer in enumerate(model.layers):
-        pairs = num_tokens * layer.size.top_k * _imbalance(spread, index, layer, num_tokens, choice.ep)
-        part = _Part(layer, spread.touched(index, layer, num_tokens) / choice.ep, pairs / choice.ep, choice.tp, cached)
-        total += part.here(model.dtype, machine) if machine.is_here else part.by_rates(machine)
+        if choice.ep == 1:
+            load = spread.touched(index, layer, num_tokens), spread.pairs(index, layer, num_tokens)
+        else:
+            load = _busiest(spread, *spread.alike(index, layer), num_tokens, choice.ep)
+        own = layer.cut(choice.tp)
+        assert own is not None
+        if load[0]:
+            part = _Part(own, *load, cached)
+            total += part.here(model.dtype, machine) if machine.is_here else part.by_rates(machine)
     return total
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank computes of a layer: experts, rows of all of them, and of each expert one slice of so many."""
+    """What one rank computes of a layer: so many of its experts, or of their slices, with rows of all of them."""
 
     layer: ExpertLayer
     experts: float
     pairs: float
-    slices: int
     cached: bool
 
     def by_rates(self, machine: Machine) -> float:
-        weights = (math.prod(self.layer.gate_up) + math.prod(self.layer.down)) / self.slices
-        reading = self.experts * self.layer.size.expert_bytes / self.slices / machine.read_rate
-        return max(reading, 2 * self.pairs * weights / machine.flops(self.layer.format))
+        reading = self.experts * self.layer.size.expert_bytes / machine.read_rate
+        return max(reading, 2 * self.pairs * self.layer.weights / machine.flops(self.layer.format))
 
     def here(self, dtype: torch.dtype, machine: Machine) -> float:
         (n, h), (_, i) = self.layer.gate_up, self.layer.down
         work = costs.Work(
             experts=self.experts,
             rows=self.pairs / self.experts,
-            first=n * max(h, costs.LEAST_COLUMNS) // self.slices,
-            second=h * max(i // self.slices, costs.LEAST_COLUMNS),
-            nbytes=self.experts * self.layer.size.expert_bytes / self.slices,
+            first=n * max(h, costs.LEAST_COLUMNS),
+            second=h * max(i, costs.LEAST_COLUMNS),
+            nbytes=self.experts * self.layer.size.expert_bytes,
             cached=self.cached,
         )
-        engine, plain = (_costs(way, dtype, self.layer.format, (h, i // self.slices)) for way in ("", costs.PLAIN))
-        seconds = [work.seconds(*each, machine.read_rate) for each in (engine, plain)]
-        chosen = plain if seconds[1] < crossover.MARGIN * seconds[0] else engine
+        chosen = engine = _costs("", dtype, self.layer.format, (h, i))
+        if crossover.decides(self.layer.size.expert_bytes):
+            plain = _costs(costs.PLAIN, dtype, self.layer.format, (h, i))
+            seconds = [work.seconds(*each, machine.read_rate) for each in (engine, plain)]
+            chosen = plain if seconds[1] < crossover.MARGIN * seconds[0] else engine
         # Between layers the next weights are not yet on their way: reading and multiplying overlap in part only.
         return self.experts * chosen[0].call + math.hypot(work.products(*chosen), work.reading(machine.read_rate))
 
@@ -189,41 +222,36 @@ def _set(dtype: torch.dtype, form: str) -> native.Isa:
     return found
 
 
-def _imbalance(spread: Spread, index: int, layer: ExpertLayer, num_tokens: int, ranks: int) -> float:
-    """The most pairs of a rank over the mean."""
-    if ranks == 1:
-        return 1.0
-    mesh = Mesh(ranks, links="switch")
-    return _flow(spread, (index if spread.recorded else 0, layer), min(num_tokens, MOST_DRAWN), mesh, 1).imbalance
-
-
 @functools.lru_cache(maxsize=512)
-def _flow(spread: Spread, layer: tuple[int, ExpertLayer], num_tokens: int, mesh: Mesh, row_bytes: int) -> Simulation:
-    placement = Placement.contiguous(layer[1].size.experts, mesh.num_ranks)
-    return simulate(spread.ids(*layer, num_tokens), mesh, placement, row_bytes, "unicast")
+def _sent_rows(spread: Spread, index: int, layer: ExpertLayer, num_tokens: int, ranks: int) -> float:
+    """Rows that the busiest link carries to the experts of so many tokens, and back."""
+    tokens = min(num_tokens, MOST_DRAWN)
+    placement = Placement.contiguous(layer.size.experts, ranks)
+    ids, mesh = spread.ids(index, layer, tokens), Mesh(ranks, links="switch")
+    flow = simulate(ids, mesh, placement, row_bytes=1, dispatch="unicast")
+    return (int(flow.dispatch_bytes.max()) + int(flow.combine_bytes.max())) * num_tokens / tokens
 
 
 def communication(model: Model, machine: Machine, spread: Spread, num_tokens: int, choice: Choice) -> tuple[str, float]:
     """The dispatcher that takes less, by name, and its seconds in all layers.
 
-    Ranks have the same tokens. "all-reduce" sums all outputs over the ranks, in float32. "all-to-all" sends each rank's
-    slice of the tokens to the experts, and gathers the outputs; it needs whole experts.
+    Ranks have the same tokens. "all-reduce" (`AllReduceDispatcher`) sums all outputs over the ranks, in float32.
+    "all-to-all" (`SlicedDispatcher` of `AllToAllDispatcher`) sends each rank's slice of the tokens to the experts, and
+    gathers the outputs; it needs whole experts. Counts, ids and weights that travel beside rows are left out.
     """
     ranks = choice.ranks
     if ranks == 1:
         return "none", 0.0
-    layer, depth = model.layers[0], len(model.layers)
-    hidden, rate, each = layer.gate_up[1], machine.link_bytes_per_second, machine.link_seconds
-    reduced = 2 * (ranks - 1) * (num_tokens * hidden * FLOAT32 / ranks / rate + each)
-    found = {"all-reduce": depth * reduced}
-    if choice.tp == 1:
-        drawn = min(num_tokens, MOST_DRAWN)
-        mesh = Mesh(ranks, links="switch", bytes_per_second=rate, hop_seconds=each)
-        row = hidden * model.dtype.itemsize
-        flow = _flow(spread, (0, layer), drawn, mesh, row)
-        sent = (flow.dispatch_microseconds + flow.combine_microseconds) * 1e-6 * num_tokens / drawn
-        gathered = (ranks - 1) * (num_tokens * row / ranks / rate + each)
-        found["all-to-all"] = depth * (sent + gathered)
+    rate, each = machine.link_bytes_per_second, machine.link_seconds
+    reduced = swapped = 0.0
+    for index, layer in enumerate(model.layers):
+        hidden = layer.gate_up[1]
+        reduced += 2 * (ranks - 1) * (num_tokens * hidden * FLOAT32 / ranks / rate + each)
+        if choice.tp == 1:
+            row = hidden * model.dtype.itemsize / rate
+            swapped += _sent_rows(spread, *spread.alike(index, layer), num_tokens, ranks) * row + 2 * each
+            swapped += (ranks - 1) * (-(-num_tokens // ranks) * row + each)
+    found = {"all-reduce": reduced} | ({"all-to-all": swapped} if choice.tp == 1 else {})
     name = min(found, key=lambda key: found[key])
     return name, found[name]
 
@@ -231,35 +259,34 @@ def communication(model: Model, machine: Machine, spread: Spread, num_tokens: in
 def missed_bytes(model: Model, spread: Spread, load: Load, budget: int) -> tuple[float, float]:
     """Bytes of experts that are read for the prompt's pass, from nothing, and for a step of decoding, replayed."""
     residents = Residents(model.sizes, budget, policy_named(OPERATION, "expected"))
-    prompt, before = load.batch * load.prompt_tokens, 0
+    read = []  # after the prompt, and after each step
     for step in range(-1, 2 * REPLAYED):
-        if step == REPLAYED:
-            before = _read(residents)
+        tokens = load.batch if step >= 0 else load.batch * load.prompt_tokens
+        seed = load.prompt_tokens + step if step >= 0 else 0  # of recorded ids, steps go on where the prompt ends
         for index, layer in enumerate(model.layers):
-            ids = spread.ids(index, layer, prompt if step < 0 else load.batch, seed=step + 1)
-            visit = visit_of(index, ids.tolist(), layer.size.experts)
+            visit = visit_of(index, spread.ids(index, layer, tokens, seed).tolist(), layer.size.experts)
             residents.visit(index, visit.experts, visit.last)
-    first = sum(counts.read_bytes for counts in residents.prompt)
-    return float(first), (_read(residents) - before) / REPLAYED
+        read.append(residents.total.read_bytes)
+    return float(read[0]), (read[-1] - read[REPLAYED]) / REPLAYED
 
 
-def _read(residents: Residents) -> int:
-    return sum(counts.read_bytes for counts in residents.decode)
+def described_rest(model: Model, machine: Machine, counts: Sequence[Counts]) -> tuple[Rest, Rest]:
+    """On a described machine, of the prompt's pass and of a step: what is read or multiplied, a time for each layer.
 
-
-def described_rest(model: Model, machine: Machine, counts: Sequence[Counts]) -> list[Rest]:
-    """Of passes that were counted, on a described machine: what is read or multiplied, and a time for each layer."""
-    found, cached = [], 0
-    for each in counts:
-        dense = max(each.weight_bytes / machine.read_rate, each.flops / machine.flops("default"))
-        found.append(Rest(dense, cached / machine.read_rate, model.depth * machine.layer_seconds))
-        cached = each.cache_bytes
-    return found
-
-
-def scaled(rest: Rest, share: float) -> Rest:
-    """All of it by a factor."""
-    return Rest(*(share * each for each in astuple(rest)))
+    `counts` are those of the prompt, of a step and of what comes after. A step reads as many keys and values as steps
+    do in the mean.
+    """
+    prompt, step, last = counts
+    kept = 0.0, (prompt.cache_bytes + last.cache_bytes) / 2
+    first, second = (
+        Rest(
+            max(each.weight_bytes / machine.read_rate, each.flops / machine.flops("default")),
+            cached / machine.read_rate,
+            model.depth * machine.layer_seconds,
+        )
+        for each, cached in zip((prompt, step), kept, strict=True)
+    )
+    return first, second
 
 
 def strategies(model: Model, machine: Machine, load: Load) -> tuple[str, int | None]:

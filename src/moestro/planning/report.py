@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from moestro.hf.text_model import bundled_folder
 from moestro.memory.amounts import shown_bytes
+from moestro.planning.model import Model
 from moestro.planning.predict import Times
 from moestro.planning.search import Candidate
 
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MOST_ROWS = 12
-COLUMNS = f"{'experts':<14}{'batch':>6}{'ep x tp':>8}{'memory':>10}{'on disk':>10}{'prompt/s':>11}{'new/s':>10} bound"
+MOST_NAME = 40
+"""Characters of a model's name in the headline."""
+COLUMNS = f"{'experts':<16}{'batch':>5}{'ep x tp':>8}{'memory':>10}{'on disk':>10}{'prompt/s':>9}{'new/s':>8} bound"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -48,13 +53,21 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 def text(plan: Plan) -> str:
     """A table of at most 80 columns, and of the first candidate all that is known."""
     best = plan.best
-    lines = [*headline(plan), "", COLUMNS.rstrip()]
+    lines = [*_wrapped(headline(plan)), "", COLUMNS]
     lines += [row(each) for each in plan.candidates[:MOST_ROWS]]
     if len(plan.candidates) > MOST_ROWS:
         lines.append(f"and {len(plan.candidates) - MOST_ROWS} more")
     lines += ["", *times_lines(best), ""]
-    said = (memory_line(best), *sentences(plan))
-    return "\n".join([*lines, *(part for each in said for part in wrap(each, WIDTH, subsequent_indent="  "))])
+    return "\n".join([*lines, *_wrapped((memory_line(best), *sentences(plan)))])
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """Lines of at most 80 columns, but for a path that is longer: names and commands can be copied."""
+    return [
+        part
+        for each in lines
+        for part in wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    ]
 
 
 def headline(plan: Plan) -> list[str]:
@@ -62,9 +75,10 @@ def headline(plan: Plan) -> list[str]:
     model, machine, size = plan.model, plan.machine, plan.model.layers[0].size
     devices = "" if machine.devices == 1 else f", {machine.devices} devices"
     load = plan.best.load
+    name = model.name if len(model.name) <= MOST_NAME else f"...{model.name[3 - MOST_NAME :]}"
+    forms = " and ".join(dict.fromkeys(layer.format for layer in model.layers))
     return [
-        f"model: {model.name}; {len(model.layers)} expert layers ({size.experts} experts, top {size.top_k}), "
-        f"{model.layers[0].format}",
+        f"model: {name}; {len(model.layers)} expert layers ({size.experts} experts, top {size.top_k}), {forms}",
         f"machine: {machine.name}{devices}; {shown_bytes(machine.memory)}, {machine.bytes_per_second / 1e9:,.0f} GB/s",
         f"each sequence: {load.prompt_tokens:,} tokens of a prompt, {load.new_tokens:,} new ones",
     ]
@@ -77,12 +91,14 @@ def row(each: Candidate) -> str:
     disk = "-" if choice.memory is None else shown_bytes(need.disk)
     ranks = "-" if choice.ranks == 1 else f"{choice.ep} x {choice.tp}"
     return (
-        f"{form:<14}{each.load.batch:>6}{ranks:>8}{shown_bytes(need.device):>10}{disk:>10}"
-        f"{_rate(each.prompt_rate):>11}{_rate(each.decode_rate):>10} {each.decode.bound[:10]}"
+        f"{form:<16}{each.load.batch:>5}{ranks:>8}{shown_bytes(need.device):>10}{disk:>10}"
+        f"{_rate(each.prompt_rate):>9}{_rate(each.decode_rate):>8} {each.decode.bound}"
     )
 
 
 def _rate(value: float) -> str:
+    if value >= 1e5:
+        return f"{value / 1e6:,.2f}M"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
@@ -106,27 +122,30 @@ def memory_line(best: Candidate) -> str:
 def sentences(plan: Plan) -> Iterator[str]:
     """How to run the first, what its rate depends on, and what was left out."""
     best = plan.best
-    yield f"to run it: {command(plan.model.name, best)}"
+    yield f"to run it: {command(plan.model, best, plan.projections)}"
     if best.block_size is not None:
         yield f"strategy: {best.strategy} for new tokens, blocks of {best.block_size} rows for prompts"
     if best.choice.ranks > 1:
-        yield f"dispatcher: {best.dispatcher}"
+        others = "all-to-all, by ep_implementation of Transformers; moestro generate has all-reduce"
+        yield f"dispatcher: {others if best.dispatcher == 'all-to-all' else best.dispatcher}"
     if plan.assumptions:
         (text, change), *_ = plan.assumptions
         yield f"what matters most: {text} changes the rate by {change:+.0%}"
     yield from plan.notes
 
 
-def command(name: str, best: Candidate) -> str:
-    """What runs a candidate here."""
-    choice = best.choice
-    parts = ["moestro generate", *([] if name == "bundled" else [name])]
-    parts += [f"--format {choice.format}"] if choice.format else []
+def command(model: Model, best: Candidate, projections: str) -> str:
+    """What runs a candidate where the model's files are; a prompt is to be put in place of PROMPT."""
+    choice, form, parts = best.choice, best.choice.format, []
+    folder = None if model.folder == str(bundled_folder()) else shlex.quote(model.folder)
+    if best.why_not_run is not None:
+        parts.append(f"moestro quantize {shlex.quote(model.folder)} OUT --format {form} &&")
+        folder, form = "OUT", None
+    run = "moestro generate" if choice.ranks == 1 else f"torchrun --nproc-per-node {choice.ranks} -m moestro generate"
+    parts.append(f"{run} PROMPT" + ("" if folder is None else f" --model {folder}"))
+    parts += [f"--format {form}"] if form else []
     parts += [f"--memory {choice.memory}"] if choice.memory is not None else []
     parts += [f"--ep {choice.ep} --tp {choice.tp}"] if choice.ranks > 1 else []
+    parts += [f"--batch {best.load.batch}"] if best.load.batch > 1 and choice.ranks == 1 else []
+    parts += [f"--projections {projections}"] if projections != "auto" else []
     return " ".join(parts)
-
-
-def rows_of(candidates: Sequence[Candidate]) -> list[str]:
-    """The table's lines with their head."""
-    return [COLUMNS.rstrip(), *(row(each) for each in candidates)]

@@ -7,6 +7,7 @@ return what they are given.
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import json
 import re
@@ -59,6 +60,10 @@ class Load:
     prompt_tokens: int
     new_tokens: int
 
+    def rate(self, prompt_seconds: float, step_seconds: float) -> float:
+        """New tokens per second: the first of each sequence comes with the prompt's pass, each other with a step."""
+        return self.batch * self.new_tokens / (prompt_seconds + (self.new_tokens - 1) * step_seconds)
+
 
 @dataclass(frozen=True)
 class Rest:
@@ -105,7 +110,10 @@ def _measured(model: Model, load: Load, projections: str, say: Say) -> tuple[Res
     kinds = _kinds(skeleton)
     positions = [(position, kind) for kind, of_kind in enumerate(kinds) for position in _few(skeleton, of_kind)]
     say("timing some layers", 0, 1)
-    passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
+    try:
+        passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
+    finally:
+        gc.collect()  # models refer to themselves: what was made would stay for an unknown time
     sampled = [kind for _, kind in sorted(positions)]
     found = []
     for phase in passes:

@@ -53,9 +53,14 @@ class Need:
     disk: int = 0
 
     @property
+    def beside(self) -> int:
+        """All that a device holds but experts."""
+        return self.rest + self.cache + self.workspace
+
+    @property
     def device(self) -> int:
         """All that a device holds."""
-        return self.experts + self.rest + self.cache + self.workspace
+        return self.experts + self.beside
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,11 @@ class Candidate:
 
     Attributes:
         choice, load: what is run.
-        bits: of a weight of the experts.
+        bits: of a weight of the experts, in the mean.
         need: of memory.
         dispatcher, strategy, block_size: how; no block size where the engine chooses for itself.
-        prompt, decode: seconds of the prompt's pass and of a step of decoding, of the whole batch.
+        prompt, decode: seconds of the prompt's pass, with which the first new tokens come, and of a step of decoding,
+            which makes one more of each sequence.
     """
 
     choice: Choice
@@ -93,8 +99,14 @@ class Candidate:
     @property
     def rate(self) -> float:
         """New tokens per second with the prompt's pass counted in."""
-        seconds = self.prompt.total + self.load.new_tokens * self.decode.total
-        return self.load.batch * self.load.new_tokens / seconds
+        return self.load.rate(self.prompt.total, self.decode.total)
+
+    @property
+    def why_not_run(self) -> str | None:
+        """Why `load` does not run it on the files as they are; None if it does."""
+        if self.choice.format is None or self.choice.memory is None:
+            return None
+        return f"experts in {self.choice.format} within a budget: they have to be in files of that format"
 
 
 @dataclass(frozen=True)
@@ -120,14 +132,17 @@ class Asked:
 
     def __post_init__(self) -> None:
         numbers = (*self.batches, self.prompt_tokens, self.new_tokens, self.devices)
-        if not self.batches or min(numbers) < 1 or self.formats == ():
+        if not self.batches or not all(type(number) is int and number >= 1 for number in numbers):
             raise invalid_input(
                 OPERATION,
                 got=f"batches {list(self.batches)}, {self.prompt_tokens} prompt and {self.new_tokens} new tokens, "
                 f"{self.devices} devices",
-                needs="numbers of at least 1",
+                needs="whole numbers of at least 1",
                 fix="Leave them out for their defaults.",
             )
+        if self.formats == ():
+            fix = "Leave formats out for its default."
+            raise invalid_input(OPERATION, got="no format", needs="one at least; None is as stored", fix=fix)
 
 
 class Search:
@@ -145,6 +160,7 @@ class Search:
         self._rest = functools.cache(self._measure_rest)
         self._counts = functools.cache(self._count)
         self._missed = functools.cache(self._miss)
+        self._stored_as = functools.cache(model.stored_as)
 
     def share_rest(self, other: Search) -> None:
         """Take what another search has measured beside the experts."""
@@ -177,21 +193,21 @@ class Search:
             waited = missed / machine.disk_bytes_per_second if missed else 0.0
             passes.append((times_of(rest, experts=experts, communication=sent, misses=waited), dispatcher))
         (prompt, _), (decode, dispatcher) = passes
-        need, bits = self.need(choice, load), model.layers[0].bits
-        return Candidate(choice, load, bits, need, dispatcher, strategy, block, prompt, decode)
+        need = self.need(choice, load)
+        return Candidate(choice, load, model.bits, need, dispatcher, strategy, block, prompt, decode)
 
     def rest(self, load: Load, machine: Machine) -> tuple[Rest, Rest]:
         """Seconds beside the experts, of both passes."""
         if machine.is_here:
             return self._rest(load)
-        prompt, step, _ = described_rest(self.model, machine, self._counts(load))
-        return prompt, step
+        return described_rest(self.model, machine, self._counts(load))
 
     def need(self, choice: Choice, load: Load) -> Need:
         """Bytes by tier."""
         model = self._stored_as(choice.format)
         whole = total_bytes(model.sizes)
-        own = sum(-(-size.experts // choice.ep) * -(-size.expert_bytes // choice.tp) for size in model.sizes)
+        cut = [layer.cut(choice.tp) or layer for layer in model.layers]
+        own = sum(-(-layer.size.experts // choice.ep) * layer.size.expert_bytes for layer in cut)
         # A model without a budget is mapped: of an embedding the pages of its tokens' rows are in memory.
         mapped = self.machine.is_here and choice.memory is None
         workspace = 4 * WORKSPACE * load.batch * load.prompt_tokens * model.layers[0].gate_up[1]
@@ -205,39 +221,43 @@ class Search:
         )
 
     def _formats(self) -> Iterator[str | None]:
-        asked = self.asked.formats
-        wide = self.model.layers[0].bits >= WIDE
+        asked, seen = self.asked.formats, set()
+        wide = self.model.bits >= WIDE
         for name in asked if asked is not None else FORMATS if wide else FORMATS[:1]:
             try:
-                self._stored_as(name)
+                stored = tuple(layer.format for layer in self._stored_as(name).layers)
             except InvalidInputError as error:
                 if asked is not None:
                     raise
                 self.notes.append(f"{name} is left out: {error}")
                 continue
-            yield name
+            if stored not in seen:
+                yield name
+            seen.add(stored)
 
     def _choices(self, form: str | None, load: Load) -> Iterator[Choice]:
         """Those that fit, of one format; the rest is noted."""
-        for choice in _degrees(form, self.asked.devices, min(size.experts for size in self.model.sizes)):
-            need = self.need(choice, load)
-            lacks = need.device - self.machine.memory
+        model = self._stored_as(form)
+        for choice in _degrees(form, self.asked.devices, min(size.experts for size in model.sizes)):
+            if any(layer.cut(choice.tp) is None for layer in model.layers):
+                self._note(f"{form or 'as stored'} is not cut into {choice.tp} slices: it has fewer groups of weights")
+                continue
+            lacks = self.need(choice, load).device - self.machine.memory
             if lacks <= 0:
                 yield choice
                 continue
-            budget = need.experts - lacks
-            if (
-                choice.ranks == 1
-                and self.machine.disk_bytes_per_second
-                and budget >= least_budget(self._stored_as(form).sizes)
-            ):
-                yield replace(choice, memory=budget)
-            else:
-                self.lacking[_named(choice, load)] = lacks
+            if choice.ranks == 1 and self.machine.disk_bytes_per_second:
+                least = least_budget(model.sizes)
+                budget = self.machine.memory - self.need(replace(choice, memory=least), load).beside
+                if budget >= least:
+                    yield replace(choice, memory=budget)
+                    continue
+                lacks = min(lacks, least - budget)
+            self.lacking[_named(choice, load)] = lacks
 
-    @functools.cache  # noqa: B019 (a search is short-lived)
-    def _stored_as(self, name: str | None) -> Model:
-        return self.model.stored_as(name)
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _measure_rest(self, load: Load) -> tuple[Rest, Rest]:
         return rest_of(self.model, load, self.asked.projections, self.say)
@@ -285,8 +305,9 @@ def refuse(search: Search) -> MoestroError:
 
 
 def neighbours(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first, and two others: of the next format or batch each, as far as there are."""
+    """The first, and two others that files as they are can be run by: of the next format or batch each."""
     first, *others = candidates
+    others = [each for each in others if each.why_not_run is None]
     kinds: dict[tuple[object, ...], Candidate] = {}
     for each in others:
         kinds.setdefault((each.choice.format, each.load.batch), each)

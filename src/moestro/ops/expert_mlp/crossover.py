@@ -61,10 +61,15 @@ def predictions(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights
 
 
 def is_measured(x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether what is measured decides a call."""
+    return x.is_cpu and decides(weights.bytes_per_expert)
+
+
+def decides(expert_bytes: int) -> bool:
     """Whether what is measured decides: of experts large enough to be worth it, where bits may depend on the batch."""
     if torch.are_deterministic_algorithms_enabled():
         return False
-    return x.is_cpu and measured.measures() and weights.bytes_per_expert > tuning.SMALL_BYTES
+    return measured.measures() and expert_bytes > tuning.SMALL_BYTES
 
 
 def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights: ExpertWeights) -> costs.Costs:
