@@ -16,6 +16,7 @@ from moestro.hf.dense import StoredProjection
 from moestro.hf.memory import expert_memory
 from moestro.hf.store import ExpertStore
 from moestro.memory.sizes import cut, least_budget, total_bytes
+from moestro.planning import model as planned_model
 from moestro.planning.model import count, read_model
 
 FORMATS = [("olmoe", "int8"), *(("gpt-oss-20b", name) for name in ("int8", "mxfp4", "int4-g32", "fp8-e4m3-b128"))]
@@ -135,3 +136,13 @@ def test_configurations_that_say_too_little_or_too_much(made, tmp_path):
         (folder / "config.json").write_text(json.dumps(wrong))
         with pytest.raises((UnsupportedError, InvalidInputError), match=r"^\[\w+\] got .+; needs .+\. .+"):
             read_model(folder)
+
+
+def test_what_goes_wrong_at_a_layer_names_the_model(made, monkeypatch):
+    def layers(*_):
+        yield from ()
+        raise KeyError("a name that Transformers lacks")
+
+    monkeypatch.setattr(planned_model, "_layers", layers)
+    with pytest.raises(InvalidInputError, match=r"^\[plan\] got .*olmoe.*a name that Transformers lacks"):
+        read_model(made.folder("olmoe"))

@@ -97,7 +97,7 @@ def row(each: Candidate) -> str:
 
 
 def _rate(value: float) -> str:
-    if value >= 1e5:
+    if value >= 1e6:
         return f"{value / 1e6:,.2f}M"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 

@@ -7,7 +7,6 @@ return what they are given.
 from __future__ import annotations
 
 import copy
-import gc
 import hashlib
 import json
 import re
@@ -110,10 +109,7 @@ def _measured(model: Model, load: Load, projections: str, say: Say) -> tuple[Res
     kinds = _kinds(skeleton)
     positions = [(position, kind) for kind, of_kind in enumerate(kinds) for position in _few(skeleton, of_kind)]
     say("timing some layers", 0, 1)
-    try:
-        passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
-    finally:
-        gc.collect()  # models refer to themselves: what was made would stay for an unknown time
+    passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
     sampled = [kind for _, kind in sorted(positions)]
     found = []
     for phase in passes:
