@@ -7,12 +7,15 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch starts its threads: workers of one machine that each take every core are slower than one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # No test is decided by what is timed; those about timing say so.
 os.environ["MOESTRO_MEASURE"] = "0"
+# What busy processes measure is not kept for the user of this machine.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 

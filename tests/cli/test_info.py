@@ -104,6 +104,15 @@ def test_without_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the native engine is not there, or has no loops for this processor" in run("--measure").stdout
 
 
+def test_a_long_name_leaves_room_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        measured, "read", lambda: {"beside the experts of a model " + "with long names " * 20: [1.0] * 6}
+    )
+    text = run().stdout
+    assert "it computes on NVIDIA GPUs, and its argument is on cpu" in text or torch.cuda.is_available()
+    assert "prompt 3,000.0 ms, a step 3,000.0 ms" in text
+
+
 def test_text() -> None:
     text = run().stdout
     for part in (

@@ -31,11 +31,11 @@ def wide_console(stderr: bool = False) -> Console:
 
 
 def named_values(rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values."""
+    """A table of names and values. Names of more than half the width wrap: values keep the other half."""
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", max_width=TABLE_WIDTH // 2 - 2)
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)

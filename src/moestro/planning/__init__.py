@@ -20,6 +20,9 @@ from moestro.planning.search import Asked, Candidate, Need, Search, refuse
 
 __all__ = ["Candidate", "Choice", "Load", "Machine", "Need", "Plan", "Times", "machine_names", "plan", "read_machine"]
 
+UNEVEN = 0.8
+"""The exponent of loads of models in use, about: what a plan is compared with."""
+
 
 class Options(TypedDict, total=False):
     """What `plan` takes by name only."""
@@ -227,10 +230,12 @@ def _assumptions(search: Search, best: Candidate) -> tuple[tuple[str, float], ..
         text = f"{machine.layer_seconds * 1e6:,.0f} us of each layer beside its work: a fifth more"
         changed[text] = replace(machine, layer_seconds=1.2 * machine.layer_seconds)
     found = {text: search.candidate(best.choice, best.load, other).rate for text, other in changed.items()}
-    if not search.asked.spread.recorded:
-        uneven = Search(search.model, machine, replace(search.asked, spread=Spread(0.8)), search.say)
+    spread = search.asked.spread
+    if not spread.recorded and spread.exponent != UNEVEN:
+        uneven = Search(search.model, machine, replace(search.asked, spread=Spread(UNEVEN)), search.say)
         uneven.share_rest(search)
-        text = f"tokens go to experts by an exponent of {search.asked.spread.exponent:g}: by one of 0.8"
+        taken = f"unevenly, by an exponent of {spread.exponent:g}" if spread.exponent else "evenly"
+        text = f"tokens go to experts {taken}: by an exponent of {UNEVEN}"
         found[text] = uneven.candidate(best.choice, best.load).rate
     changes = ((text, rate / best.rate - 1) for text, rate in found.items())
     return tuple(sorted(changes, key=lambda each: -abs(each[1])))

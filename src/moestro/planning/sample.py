@@ -70,7 +70,7 @@ class Rest:
 
     Attributes:
         dense: in linear modules outside attention, routers and the head among them.
-        attention: in attention, with its linear modules, or what a model has in its position.
+        attention: in attention, with its linear modules, or what a model has in its place.
         overhead: everything between: norms, and what generation does beside the model.
     """
 
@@ -136,8 +136,8 @@ def _middle(found: Sequence[Rest]) -> Rest:
 
 def _blocks_of(skeleton: Any) -> tuple[str, nn.ModuleList]:
     """The list of a model's layers, and its name."""
-    names = {found[1] for layer in find(skeleton) if (found := _NUMBER.match(f"{layer.path}."))}
-    blocks = skeleton.get_submodule(names.pop()) if len(names) == 1 else None
+    names = sorted({found[1] for layer in find(skeleton) if (found := _NUMBER.match(f"{layer.path}."))})
+    blocks = skeleton.get_submodule(names[0]) if len(names) == 1 else None
     if not isinstance(blocks, nn.ModuleList):
         raise unsupported(
             OPERATION,
@@ -145,8 +145,7 @@ def _blocks_of(skeleton: Any) -> tuple[str, nn.ModuleList]:
             needs="one list of layers, as language models of Transformers have",
             fix="Measure it: moestro bench model FOLDER.",
         )
-    (name,) = {found[1] for layer in find(skeleton) if (found := _NUMBER.match(f"{layer.path}."))}
-    return name, blocks
+    return names[0], blocks
 
 
 def _kinds(skeleton: Any) -> list[list[int]]:
@@ -202,7 +201,7 @@ def _made(model: Model, positions: Sequence[int]) -> Any:
 
 def _fill(skeleton: Any) -> None:
     """Give all parameters but those of experts memory, and numbers that keep outputs finite."""
-    experts = {id(p) for layer in find_again(skeleton) for p in layer.parameters()}
+    experts = {id(p) for layer in _find_again(skeleton) for p in layer.parameters()}
     looked_up = {id(m.weight) for m in skeleton.modules() if isinstance(m, nn.Embedding)}
     wanted = {id(p): p for p in skeleton.parameters() if id(p) not in experts}
     needed, free = sum(p.nbytes for p in wanted.values()), machine.available_bytes()
@@ -236,7 +235,7 @@ def _is_tied(skeleton: Any, p: nn.Parameter) -> bool:
     return any(isinstance(m, nn.Linear) and m.weight is p for m in skeleton.modules())
 
 
-def find_again(skeleton: Any) -> list[nn.Module]:
+def _find_again(skeleton: Any) -> list[nn.Module]:
     """The expert layers of a model whose experts return what they are given."""
     return [module for module in skeleton.modules() if "forward" in module.__dict__]
 
@@ -284,7 +283,7 @@ def _generated(made: Any, ids: torch.Tensor, new_tokens: int) -> list[_Pass]:
     """Every pass of a generation, greedy, from one call of the model to the next."""
     _, blocks = _blocks_of(made)
     clock = _Clock(len(blocks))
-    watched = [(part.module, part.stage, -1) for part in other_parts(made, set(find_again(made)))]
+    watched = [(part.module, part.stage, -1) for part in other_parts(made, set(_find_again(made)))]
     watched += [(block, "block", number) for number, block in enumerate(blocks)]
     with ExitStack() as stack, torch.inference_mode():
         stack.callback(made.register_forward_pre_hook(clock.begin).remove)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from moestro.errors import InvalidInputError, MoestroError, invalid_input
 from moestro.memory.amounts import shown_bytes
-from moestro.memory.sizes import least_budget, total_bytes
+from moestro.memory.sizes import cut, least_budget, total_bytes
 from moestro.planning.machines import Machine
 from moestro.planning.model import OPERATION, Counts, Model, count
 from moestro.planning.predict import (
@@ -206,8 +206,8 @@ class Search:
         """Bytes by tier."""
         model = self._stored_as(choice.format)
         whole = total_bytes(model.sizes)
-        cut = [layer.cut(choice.tp) or layer for layer in model.layers]
-        own = sum(-(-layer.size.experts // choice.ep) * layer.size.expert_bytes for layer in cut)
+        layers = [layer.cut(choice.tp) or layer for layer in model.layers]
+        own = sum(-(-layer.size.experts // choice.ep) * layer.size.expert_bytes for layer in layers)
         # A model without a budget is mapped: of an embedding the pages of its tokens' rows are in memory.
         mapped = self.machine.is_here and choice.memory is None
         workspace = 4 * WORKSPACE * load.batch * load.prompt_tokens * model.layers[0].gate_up[1]
@@ -272,8 +272,6 @@ class Search:
 
 
 def _slots_bytes(model: Model, budget: int) -> int:
-    from moestro.memory.sizes import cut
-
     return sum(pool.slots * pool.expert_bytes for pool in cut(OPERATION, model.sizes, budget))
 
 
