@@ -42,7 +42,8 @@ def test_a_case_is_measured_in_a_process_of_its_own(model_folder: Path) -> None:
     assert all(set(stages) == set(STAGES) for stages in point.stages.values())
     assert min(point.prompt_seconds, point.first_step_seconds, point.decode_seconds, point.load_seconds) > 0
     assert 0 < point.peak_bytes < 2**30
-    assert (point.runs, point.steps, point.threads) == (3, 6, torch.get_num_threads())
+    assert 3 <= point.runs <= 30
+    assert (point.steps, point.threads) == (2 * point.runs, torch.get_num_threads())
     assert (point.dtype, point.experts) == ("float32", "float32, memory-mapped")
     assert point.decode_tokens_per_second == pytest.approx(2 / point.decode_seconds)
     assert point.prompt_tokens_per_second == pytest.approx(10 / point.prompt_seconds)

@@ -110,9 +110,9 @@ class ModelPoint:
 def measure(case: ModelCase) -> ModelPoint:
     """Load and run a case in a fresh process with as many threads as PyTorch has here.
 
-    It reads a prompt of random tokens once, uncounted, then up to three times, each followed by the likeliest tokens
-    whatever they are; three where they take less than ten seconds together. Another run is profiled. With a memory
-    budget the experts that the uncounted run left in memory are there.
+    It reads a prompt of random tokens once, uncounted, then three times and for a second at least, each followed by the
+    likeliest tokens whatever they are; no run begins after thirty, or ten seconds. Another run is profiled. With a
+    memory budget the experts that the uncounted run left in memory are there.
 
     Raises:
         MoestroError: what `moestro.load` raises, or a prompt that the model's context does not hold.
