@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moestro import reference
 from moestro.bench.layers import LAYERS, expected_output, inputs, make_layer
 from moestro.bench.peers import ours
 from moestro.ops import dispatch, grouping
+from moestro.ops.attention import ATTENTION
+from moestro.ops.attention.reference import attention as reference_attention
 from moestro.ops.dispatch import Operation, Prepared
 from moestro.ops.expert_mlp import tuning
 from moestro.ops.grouping import GROUPING
@@ -102,12 +105,45 @@ def projection(T: int, N: int, K: int) -> OpCase:
     return OpCase(f"T={T} N={N} K={K}", calls, outputs, (reference_projection(x, weights[0], None),))
 
 
+def attention(B: int, H: int, G: int, T: int, D: int) -> OpCase:
+    """Every implementation of one query's attention, in bfloat16, against torch's scaled_dot_product_attention."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made() -> tuple[Tensor, ...]:
+        shapes = (B, H, D), (B, G, T, D), (B, G, T, D)
+        return tuple(torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+
+    def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found = F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=H != G)
+        return found[:, :, 0]
+
+    each, rest = [made() for _ in range(INPUTS)], (D**-0.5, None, None)
+    calls = {"scaled_dot_product_attention": [partial(fused, *three) for three in each]}
+    outputs = {"scaled_dot_product_attention": lambda: (fused(*each[0]),)}
+    for entry in prepared(ATTENTION, *each[0], *rest):
+        if entry.implementation != "reference":
+            calls[entry.implementation] = [partial(entry, *three, *rest) for three in each]
+            outputs[entry.implementation] = lambda entry=entry: (entry(*each[0], *rest),)
+    return OpCase(f"B={B} H={H} G={G} T={T} D={D}", calls, outputs, (reference_attention(*each[0], *rest),))
+
+
 BENCHMARKS = {
     entry.op: entry
     for entry in (
         OpBenchmark("topk", ((1, 128, 8), (16, 128, 8), (512, 256, 8), (2048, 256, 8)), topk),
         OpBenchmark(
             "grouping", ((1, 64, 8, 16), (16, 64, 8, 16), (512, 64, 8, 64), (2048, 64, 8, 64)), grouping_by_expert
+        ),
+        OpBenchmark(
+            "attention",
+            (
+                (1, 64, 8, 128, 64),
+                (1, 64, 8, 2048, 64),
+                (8, 64, 8, 512, 64),
+                (1, 16, 16, 512, 128),
+                (1, 32, 4, 2048, 128),
+            ),
+            attention,
         ),
         OpBenchmark("projection", ((1, 32768, 2880), (16, 32768, 2880), (128, 4096, 2880)), projection),
         OpBenchmark(

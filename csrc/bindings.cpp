@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings_attention.h"
 #include "bindings_experts.h"
 #include "bindings_peaks.h"
 #include "bindings_reads.h"
@@ -103,6 +104,7 @@ NB_MODULE(_native, m) {
     bind_isas(m);
     bind_codes(m);
     m.def("kernel_table", &kernel_table);
+    bind_attention(m);
     bind_experts(m);
     bind_peaks(m);
     bind_reads(m);

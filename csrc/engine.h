@@ -206,6 +206,13 @@ struct Isa {
     // out[0..n) = sum over k in order of weights[k] * rows[k][0..n), in a dtype; null rows add nothing.
     void (*combine)(const float* const* rows, const float* weights, int64_t num_rows, int64_t n, void* out,
                     Element dtype) = nullptr;
+    // row[i] = e^(row[i] - the largest) for n values; n is rounded up to `lanes`. found: the largest, and the sum.
+    // Zeros where all values are -infinity.
+    void (*exponentials)(int64_t n, float* row, float* found) = nullptr;
+    // sums[q][0..columns) += sum over t of weights[q][t] * row t, for m sums and n rows of a dtype, `stride` bytes
+    // apart. Sums have room for whole vectors.
+    void (*weigh)(const void* rows, Element dtype, int64_t stride, int64_t n, int64_t columns,
+                  const float* const* weights, int64_t m, float* const* sums) = nullptr;
     // As four_rows, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     const TileOps* tiles = nullptr;    // null, or what multiplies tiles of bfloat16; then x is bfloat16

@@ -109,6 +109,89 @@ static void combine(const float* const* rows, const float* weights, int64_t num_
     }
 }
 
+static void exponentials(int64_t n, float* row, float* found) {
+    constexpr int kOnce = 16;
+    const float least = -__builtin_inff();
+    float most[kOnce];
+    for (int l = 0; l < kOnce; ++l) most[l] = least;
+    int64_t i = 0;
+    for (; i + kOnce <= n; i += kOnce)
+        for (int l = 0; l < kOnce; ++l) most[l] = row[i + l] > most[l] ? row[i + l] : most[l];
+    for (; i < n; ++i) most[0] = row[i] > most[0] ? row[i] : most[0];
+    float largest = least;
+    for (int l = 0; l < kOnce; ++l) largest = most[l] > largest ? most[l] : largest;
+    found[0] = largest, found[1] = 0.0f;
+    for (; i % W; ++i) row[i] = least;
+    if (largest == least) {  // without a number, or NaN
+        for (i = 0; i < n; ++i) found[1] += row[i] = row[i] == row[i] ? 0.0f : row[i];
+        return;
+    }
+    F sum = zero();
+    for (i = 0; i < n; i += W) {
+        const F e = exp(load(row + i) - set1(largest));
+        store(row + i, e);
+        sum = sum + e;
+    }
+    alignas(64) float lanes[W];
+    store(lanes, sum);
+    for (int l = 0; l < W; ++l) found[1] += lanes[l];
+}
+
+// Some columns of the weighted rows, for M sums: a vector of columns is widened once for all of them.
+template <Element E, int M, int Vectors> static void weigh_columns(const uint8_t* rows, int64_t stride, int64_t n,
+                                                                   int64_t left, const float* const* weights,
+                                                                   float* const* sums, int64_t at) {
+    F sum[M][Vectors];
+#pragma GCC unroll 4
+    for (int q = 0; q < M; ++q)
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) sum[q][v] = load(sums[q] + at + v * W);
+    for (int64_t t = 0; t < n; ++t, rows += stride) {
+        F row[Vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) {
+            const uint8_t* from = rows + (at + v * W) * bytes_of(E);
+            row[v] = left >= (v + 1) * W ? load_element<E>(from) : load_some<E>(from, left - v * W);
+        }
+#pragma GCC unroll 4
+        for (int q = 0; q < M; ++q) {
+            const F weight = set1(weights[q][t]);
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; ++v) sum[q][v] = fma(weight, row[v], sum[q][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < M; ++q)
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) store(sums[q] + at + v * W, sum[q][v]);
+}
+
+template <Element E, int M> static void weigh_some(const uint8_t* rows, int64_t stride, int64_t n, int64_t columns,
+                                                   const float* const* weights, float* const* sums) {
+    constexpr int kOnce = W >= 16 ? 4 : 2;  // vectors of columns whose sums stay in registers
+    int64_t at = 0;
+    for (; at + kOnce * W <= columns; at += kOnce * W)
+        weigh_columns<E, M, kOnce>(rows, stride, n, kOnce * W, weights, sums, at);
+    for (; at < columns; at += W) weigh_columns<E, M, 1>(rows, stride, n, columns - at, weights, sums, at);
+}
+
+template <Element E> static void weigh_of(const void* from, int64_t stride, int64_t n, int64_t columns,
+                                          const float* const* weights, int64_t m, float* const* sums) {
+    const auto* rows = static_cast<const uint8_t*>(from);
+    for (; m >= 4; m -= 4, weights += 4, sums += 4) weigh_some<E, 4>(rows, stride, n, columns, weights, sums);
+    if (m >= 2) weigh_some<E, 2>(rows, stride, n, columns, weights, sums), m -= 2, weights += 2, sums += 2;
+    if (m) weigh_some<E, 1>(rows, stride, n, columns, weights, sums);
+}
+
+static void weigh(const void* rows, Element dtype, int64_t stride, int64_t n, int64_t columns,
+                  const float* const* weights, int64_t m, float* const* sums) {
+    switch (dtype) {
+        case Element::f16: return weigh_of<Element::f16>(rows, stride, n, columns, weights, m, sums);
+        case Element::bf16: return weigh_of<Element::bf16>(rows, stride, n, columns, weights, m, sums);
+        default: return weigh_of<Element::f32>(rows, stride, n, columns, weights, m, sums);
+    }
+}
+
 // What every set that is compiled from these files has.
 constexpr moestro::Isa basic_isa(const char* name, moestro::Features needs) {
     moestro::Isa isa;
@@ -119,6 +202,8 @@ constexpr moestro::Isa basic_isa(const char* name, moestro::Features needs) {
     isa.widen = widen;
     isa.activate = activate;
     isa.combine = combine;
+    isa.exponentials = exponentials;
+    isa.weigh = weigh;
     return isa;
 }
 

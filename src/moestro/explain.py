@@ -15,6 +15,7 @@ from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.formats import SplitTensor
 from moestro.moe import MoE
+from moestro.ops.attention import ATTENTION, attention
 from moestro.ops.dispatch import Candidate, KernelUse, Operation, Prepared, allowed, candidates
 from moestro.ops.expert_mlp import EXPERT_MLP, cpu, expert_mlp
 from moestro.ops.grouping import GROUPING, group_by_expert
@@ -26,6 +27,7 @@ from moestro.routing.selection import ROUTE, as_routed, route
 from moestro.weights import ExpertWeights
 
 _OPERATIONS: dict[Callable[..., Any], Operation] = {
+    attention: ATTENTION,
     expert_mlp: EXPERT_MLP,
     topk: TOPK,
     group_by_expert: GROUPING,
@@ -101,7 +103,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
 
     Args:
         operation: `moestro.expert_mlp`, `moestro.topk`, `moestro.group_by_expert`,
-            `moestro.ops.projection.projection`, or an `Experts` or `MoE` module, or a linear module that
+            `moestro.ops.projection.projection`,
+            `moestro.ops.attention.attention`, or an `Experts` or `MoE` module, or a linear module that
             `moestro.accelerate(model, projections="auto")` serves.
         arguments: what the call would be given; a module's forward arguments for a module (its router is run).
 
@@ -128,8 +131,8 @@ def explain(operation: Callable[..., Any] | nn.Module, *arguments: Any) -> Expla
         raise invalid_input(
             "explain",
             got=f"{type(operation).__name__} {getattr(operation, '__name__', '')}".strip(),
-            needs="moestro.expert_mlp, topk, group_by_expert, routing.route, ops.projection.projection, an Experts or "
-            "MoE module",
+            needs="moestro.expert_mlp, topk, group_by_expert, routing.route, ops.projection.projection, "
+            "ops.attention.attention, an Experts or MoE module",
             fix="Pass the function itself and its arguments after it; of a model, one of its expert layers "
             "(moestro.hf.served(model) lists those of Transformers).",
         )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import moestro
 import zoo
 from architectures import relative_error
 from hf.models import built
-from moestro.hf.attention import FUSED, SINK_FAMILIES, attend
+from moestro.hf.attention import FUSED, NAME_READERS, SINK_FAMILIES, STEPS, attend
+from moestro.ops import native
+from moestro.ops.attention import ATTENTION
+from moestro.ops.dispatch import observed
 
 LENGTH = 300
 """Tokens of a prompt: more than any tiny model's window."""
@@ -123,11 +129,49 @@ def test_bfloat16_is_nearer_to_float32_than_eager():
 
 def test_other_choices_and_other_models_stay():
     other = built("qwen3_moe")
-    before = other.config._attn_implementation
-    assert moestro.accelerate(other).config._attn_implementation == before != FUSED
+    other.set_attn_implementation("eager")
+    assert moestro.accelerate(other).config._attn_implementation == "eager"
     sinks = built("gpt_oss")
     sinks.config._attn_implementation = "flex_attention"
     assert moestro.accelerate(sinks).config._attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_steps_are_what_transformers_computes(name, monkeypatch):
+    """Of each new token attention runs in the engine, with padding too, and of prompts where it ran."""
+    model = built(name).eval()
+    if name != "gpt_oss":
+        model.set_attn_implementation("sdpa")
+    ids = torch.randint(3, 20, (3, 11), generator=torch.Generator().manual_seed(0))
+    seen = torch.ones_like(ids)
+    seen[0, :4], seen[2, :1] = 0, 0
+
+    def logits():
+        asked = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        with torch.no_grad():
+            return torch.stack(model.generate(ids, attention_mask=seen, **asked).logits)
+
+    wanted = logits()
+    moestro.accelerate(model)
+    assert model.config._attn_implementation == (FUSED if name == "gpt_oss" else STEPS)
+    calls = []
+    with observed(ATTENTION, lambda prepared, arguments, result: calls.append(prepared.implementation)):
+        found = logits()
+    assert len(calls) == 4 * model.config.num_hidden_layers
+    assert "torch" not in calls or native.module is None
+    assert relative_error(found, wanted) < 2e-6
+
+
+def test_models_that_read_the_name_keep_it():
+    """Of all whose experts are served, those whose code asks whether the attention is called "sdpa"."""
+    models = Path(transformers.__file__).parent / "models"
+    asks = re.compile(r"_attn_implementation\s*(==|!=|in|not in)\s[^\n]*sdpa")
+    readers = {path.parent.name for path in models.glob("*/modeling_*.py") if asks.search(path.read_text())}
+    assert readers <= set(NAME_READERS)
+    for name in ("deepseek_v32",):
+        model = built(name)
+        before = model.config._attn_implementation
+        assert moestro.accelerate(model).config._attn_implementation == before
 
 
 def test_a_saved_model_does_not_name_it(tmp_path):

@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 
 def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
     """Every implementation in order of priority; reason is None if it runs a small call on the device, in
-    float32, of a projection in bfloat16."""
+    float32, of attention and a projection in bfloat16."""
     import torch
 
     from moestro import ExpertWeights, Routing
@@ -98,7 +98,9 @@ def _implementations(device: str) -> dict[str, list[dict[str, str | None]]]:
 
     ids = zeros(4, 2, dtype=torch.int64)
     weights = ExpertWeights.from_dense(zeros(8, 32, 16), zeros(8, 16, 16))
+    heads = zeros(1, 2, 3, 16, dtype=torch.bfloat16)
     calls: dict[str, tuple[Any, ...]] = {
+        "attention": (heads[:, :, 0], heads, heads, 1.0, None, None),
         "expert_mlp": (zeros(4, 16), Routing(ids, zeros(4, 2)), weights, "auto"),
         "grouping": (ids, 8),
         "projection": (zeros(4, 16, dtype=torch.bfloat16), zeros(8, 16, dtype=torch.bfloat16), None),

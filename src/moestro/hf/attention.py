@@ -1,4 +1,5 @@
-"""Attention with sinks by PyTorch's fused kernel on a CPU, where Transformers has eager operations only."""
+"""Attention on a CPU: of one token of each sequence by the engine, with sinks by PyTorch's fused kernel, where
+Transformers has eager operations only."""
 
 from __future__ import annotations
 
@@ -8,10 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from moestro.ops.attention import attention
+
 FUSED = "moestro_fused"
-"""The name of the attention below in a model's configuration; Transformers calls what it stands in for "eager"."""
+"""The name of `attend` in a model's configuration; Transformers calls what it stands in for "eager"."""
+
+STEPS = "moestro_steps"
+"""That of `attend_steps`, which stands in for "sdpa"."""
+
+NAME_READERS = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note",
+    "falcon",
+    "gemma4",
+    "gemma4_unified",
+    "glm5_next",
+    "glm_moe_dsa",
+    "hy_v4",
+    "minimax_m3_vl",
+    "mistral_large4",
+)
+"""Transformers' names of the models whose code asks whether that name is "sdpa": they keep it."""
 
 SINK_FAMILIES = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 """Transformers' names of the models whose eager attention is a softmax over a query's logits and one sink of its head,
@@ -19,16 +41,65 @@ which attends to nothing."""
 
 
 def serve_attention(model: nn.Module) -> None:
-    """Have attention with sinks run fused where the model would run it eagerly, by its configuration, in place.
+    """Have attention of one token run in the engine, and with sinks of many fused, by the configuration, in place.
 
-    `model.config._attn_implementation` then is "moestro_fused"; `model.set_attn_implementation("eager")` takes it back.
-    A configuration with output_attentions is left alone.
+    `model.config._attn_implementation` then is "moestro_steps" where it was "sdpa", and "moestro_fused" of models with
+    sinks where it was "eager"; `model.set_attn_implementation` takes it back. A configuration with output_attentions,
+    and one whose name the model's code reads, is left alone.
     """
     for module in model.modules():
-        if _family(module) in SINK_FAMILIES and hasattr(module, "sinks"):
-            config: Any = module.config
-            if config._attn_implementation == "eager" and not config.output_attentions:
+        config: Any = getattr(module, "config", None)
+        family = _family(module)
+        if not family or not hasattr(module, "layer_idx") or getattr(config, "output_attentions", True):
+            continue
+        if family in SINK_FAMILIES and hasattr(module, "sinks"):
+            if config._attn_implementation == "eager":
                 config._attn_implementation = FUSED
+        elif family not in NAME_READERS and config._attn_implementation == "sdpa":
+            config._attn_implementation = STEPS
+
+
+def attend_steps(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as Transformers' "sdpa" has it.
+
+    query [B, heads, Q, D], key [B, groups, T, D] and value [B, groups, T, V] -> [B, Q, heads, V].
+    Where Q is 1, on a CPU, without gradients, dropout, a bias of positions or a mask for each head, by
+    `moestro.ops.attention`; otherwise by that function itself.
+    """
+    others = any(kwargs.get(name) for name in ("dropout", "softcap", "cache", "output_attentions"))
+    if others or kwargs.get("position_bias") is not None or not _is_step(query, key, value, attention_mask):
+        output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output, weights
+    scale = kwargs.get("scaling")
+    return _step(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scale is None else scale), None
+
+
+def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
+    """Whether `moestro.ops.attention` takes these, and is the faster: one token of each sequence on a CPU."""
+    if query.shape[2] != 1 or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, sinks) if t is not None):
+        return False
+    if torch.is_autocast_enabled("cpu") or not query.dtype == key.dtype == value.dtype:
+        return False
+    if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != key.shape[2]):
+        return False
+    return key.shape[2] > 0 and query.shape[1] % key.shape[1] == 0 and key.shape[0] == query.shape[0]
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    added = _added(mask, query.dtype)
+    rows = None if added is None else added[:, 0, 0].expand(len(query), -1)
+    return attention(query[:, :, 0], key, value, scale, rows, sinks).unsqueeze(1)
 
 
 def attend(
@@ -52,6 +123,8 @@ def attend(
         mask = _causal(query, key) if attention_mask is None else attention_mask
         output, weights = eager(module, query, key, value, mask, scaling=scaling, **kwargs)
         return output, weights
+    if _is_step(query, key, value, attention_mask, sinks):
+        return _step(query, key, value, attention_mask, scaling, sinks), None
     causal = attention_mask is None and query.shape[2] > 1
     output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=_added(attention_mask, query.dtype), scale=scaling
@@ -99,3 +172,5 @@ def _mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tens
 
 AttentionInterface.register(FUSED, attend)
 AttentionMaskInterface.register(FUSED, _mask)
+AttentionInterface.register(STEPS, attend_steps)
+AttentionMaskInterface.register(STEPS, sdpa_mask)

@@ -73,6 +73,9 @@ ISAS: tuple[Isa, ...] = tuple(
 )
 """Best first; empty without the engine."""
 
+INTEGERS_ONLY = "it multiplies int8 inputs only"
+"""Why an instruction set computes nothing on floats."""
+
 ABSENT = Isa("native", missing=("the native engine",))
 """What stands in a list of implementations where there is no engine."""
 

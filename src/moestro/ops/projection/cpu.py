@@ -75,7 +75,7 @@ def why_unsupported(isa: native.Isa, x: Tensor, weight: Weight, bias: Tensor | N
     if reason is not None:
         return reason
     if not isa.multiplies_floats:
-        return "it multiplies int8 inputs only"
+        return native.INTEGERS_ONLY
     packed = isinstance(weight, PackedTensor)
     stored = weight.tensors if isinstance(weight, PackedTensor) else (weight,)
     floats = [t for t in (x, None if packed else weight, bias) if isinstance(t, Tensor)]
