@@ -121,7 +121,7 @@ def _of_transformers(model: Any) -> Engine:
 
     def generate(ids: list[int], count: int) -> tuple[list[int], list[float]]:
         clock, prompt = Clock(), torch.tensor([ids])
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "streamer": clock}
+        options = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "streamer": clock}
         found = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
         return found[0, len(ids) :].tolist(), clock.times[1:]
 

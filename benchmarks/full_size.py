@@ -43,7 +43,7 @@ def main() -> None:
     for name, text, count in RUNS:
         clock, inputs = Clock(), tokenizer(text, return_tensors="pt")
         start = time.perf_counter()
-        model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock)
+        model.generate(**inputs, max_new_tokens=count, eos_token_id=None, do_sample=False, streamer=clock)
         first, speed = clock.times[1] - start, (count - 1) / (clock.times[-1] - clock.times[1])
         length = inputs["input_ids"].shape[1]
         print(f"{name} of {length} tokens: first token after {first:.1f} s, then {speed:.1f} a second; {held()}")

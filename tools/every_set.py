@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/test_layer.py",
     "tests/test_experts.py",
+    "tests/ops/test_attention.py",
     "tests/ops/test_dispatch.py",
     "tests/ops/test_expert_mlp_cpu.py",
     "tests/ops/test_expert_mlp_bits.py",

@@ -138,7 +138,8 @@ def generate(
     `tell` is called with the place and the time of each of these as it comes.
     """
     clock = _Clock(tell)
-    counts = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    # Without an end: to ask for a least number has every step look for tokens to forbid, in all of the vocabulary.
+    counts = {"max_new_tokens": new_tokens, "eos_token_id": None}
     mask = torch.ones_like(ids)
     model.generate(ids, attention_mask=mask, streamer=clock, do_sample=False, pad_token_id=0, **counts)
     return clock.times

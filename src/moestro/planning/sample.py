@@ -291,6 +291,6 @@ def _generated(made: Any, ids: torch.Tensor, new_tokens: int) -> list[_Pass]:
             stack.callback(module.register_forward_pre_hook(partial(clock.enter, stage, block)).remove)
             stack.callback(module.register_forward_hook(partial(clock.leave, stage)).remove)
         mask = torch.ones_like(ids)
-        made.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **_GREEDY)
+        made.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **_GREEDY)
         clock.starts.append(time.perf_counter())
     return clock.passes()
