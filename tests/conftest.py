@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -100,6 +101,16 @@ def quick_interpreter() -> None:
         import interpreted
 
         interpreted.install()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """A collection looks at what tests of this file have made, not at ten thousand tests and all that is imported.
+
+    It takes half a second with them, and tests, benchmarks and Python itself collect some thousand times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

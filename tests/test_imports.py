@@ -65,21 +65,23 @@ def test_every_part_has_a_layer() -> None:
     assert {part(name) for name in NAMES} - {""} <= LAYER_OF.keys()
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
-def test_imports_point_down(module: Source) -> None:
-    if module.name == SURFACE:
-        assert all(layer(i.target) < LAYER_OF["hf"] for i in own(module) if i.at_import), "hf and cli are loaded on use"
-        return
-    assert [text for i in own(module) if (text := upward(module, i))] == []
+def test_imports_point_down() -> None:
+    surface = next(module for module in MODULES if module.name == SURFACE)
+    assert all(layer(i.target) < LAYER_OF["hf"] for i in own(surface) if i.at_import), "hf and cli are loaded on use"
+    others = [module for module in MODULES if module is not surface]
+    assert [text for module in others for i in own(module) if (text := upward(module, i))] == []
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
-def test_optional_parts_are_imported_on_use(module: Source) -> None:
-    allowed = OPTIONAL - FREE_AT_IMPORT.get(part(module.name), set())
+def too_early(module: Source) -> list[str]:
+    """Optional parts that a module imports when it is imported itself, and may not."""
+    kept = OPTIONAL - FREE_AT_IMPORT.get(part(module.name), set())
     if module.path.name.startswith("triton_"):  # themselves imported on use; test_public_api.py holds that
-        allowed -= {"triton"}
-    early = [f"{module.where}:{i.line}: {i.target}" for i in imports(module) if i.at_import and root(i) in allowed]
-    assert early == []
+        kept -= {"triton"}
+    return [f"{module.where}:{i.line}: {i.target}" for i in imports(module) if i.at_import and root(i) in kept]
+
+
+def test_optional_parts_are_imported_on_use() -> None:
+    assert [early for module in MODULES for early in too_early(module)] == []
 
 
 FOLDERS = ("benchmarks", "tools", "examples")
@@ -119,9 +121,10 @@ def native_parts(module: Source) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if is_of_gpus(m)], ids=lambda m: m.name)
-def test_gpu_modules_import_no_native_ones(module: Source) -> None:
-    assert native_parts(module) == []
+def test_gpu_modules_import_no_native_ones() -> None:
+    modules = [module for module in MODULES if is_of_gpus(module)]
+    assert modules
+    assert [part for module in modules for part in native_parts(module)] == []
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,17 @@ def test_every_operation_is_registered() -> None:
         assert names
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_stay_short(path: object) -> None:
-    lines = str(path.read_text(encoding="utf-8")).count("\n")  # type: ignore[attr-defined]
-    assert lines <= MAX_FILE_LINES
+def test_files_stay_short() -> None:
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in PYTHON}
+    assert {path: n for path, n in lines.items() if n > MAX_FILE_LINES} == {}
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
-def test_functions_stay_short(path: object) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))  # type: ignore[attr-defined]
-    lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node, _ in functions(tree)}
+def test_functions_stay_short() -> None:
+    lengths = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in PYTHON
+        for name, node, _ in functions(ast.parse(path.read_text(encoding="utf-8")))
+    }
     assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
 
 
@@ -99,14 +100,14 @@ def handed_on(node: ast.ExceptHandler) -> bool:
     return any(isinstance(a, ast.Name) and a.id == node.name for a in given)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
-def test_no_wide_net(module: Source) -> None:
+def test_no_wide_net() -> None:
     """`except ImportError` is the widest net around an optional part; nothing swallows whatever comes.
 
     What is caught may be raised again, or handed by name to whoever waits for it.
     """
     wide = [
         f"{module.where}:{node.lineno}"
+        for module in MODULES
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or {"Exception", "BaseException"} & {n.id for n in ast.walk(node.type) if name(n)})
@@ -120,28 +121,31 @@ def name(node: ast.AST) -> bool:
     return isinstance(node, ast.Name)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
-def test_only_commands_print(module: Source) -> None:
-    calls = [n for n in ast.walk(module.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    printed = [f"{module.where}:{n.lineno}" for n in calls if n.func.id == "print"]  # type: ignore[attr-defined]
-    assert printed == [] or module.name.startswith("moestro.cli") or "__main__" in module.text
+def test_only_commands_print() -> None:
+    printed = [
+        f"{module.where}:{node.lineno}"
+        for module in MODULES
+        if not module.name.startswith("moestro.cli") and "__main__" not in module.text
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert printed == []
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.name)
-def test_public_functions_have_docstrings(module: Source) -> None:
-    assert ast.get_docstring(module.tree), f"{module.where} has no docstring"
-    if not public(module.name) or module.name.startswith("moestro.hf.families."):
-        return  # the three functions of every family do what `Adapter` says of them
+def test_modules_and_public_functions_have_docstrings() -> None:
+    assert [module.where for module in MODULES if not ast.get_docstring(module.tree)] == []
+    of_a_family = "moestro.hf.families."  # the three functions of every family do what `Adapter` says of them
     bare = [
         f"{module.where}:{node.lineno} {n}"
+        for module in MODULES
+        if public(module.name) and not module.name.startswith(of_a_family)
         for n, node, method in functions(module.tree)
         if public(n) and not method and "." not in n and not ast.get_docstring(node)
     ]
     assert bare == []
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_is_left_to_do(path: object) -> None:
+def test_nothing_is_left_to_do() -> None:
     marks = ["TO" + "DO", "FIX" + "ME", "XX" + "X"]
-    text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    assert [mark for mark in marks if mark in text] == []
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PYTHON}
+    assert [(path, mark) for path, text in texts.items() for mark in marks if mark in text] == []

@@ -6,8 +6,6 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
 from source import PACKAGE, ROOT
 
 REPLACED = {
@@ -56,12 +54,16 @@ def plain(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).strip("_").lower()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_names_are_those_of_the_table(path: object) -> None:
-    text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    found = {plain(name) for name in [*names(ast.parse(text)), path.stem]}  # type: ignore[attr-defined]
-    assert {name: REPLACED[name] for name in found & REPLACED.keys()} == {}
-    assert [phrase for phrase in PHRASES if phrase in text] == []
+def test_names_are_those_of_the_table() -> None:
+    replaced, phrases = {}, []
+    for path in FILES:
+        text, where = path.read_text(encoding="utf-8"), str(path.relative_to(PACKAGE))
+        found = {plain(name) for name in [*names(ast.parse(text)), path.stem]}
+        replaced |= {f"{where}: {name}": REPLACED[name] for name in found & REPLACED.keys()}
+        phrases += [(where, phrase) for phrase in PHRASES if phrase in text]
+    assert FILES
+    assert replaced == {}
+    assert phrases == []
 
 
 def test_the_table_is_in_contributing() -> None:

@@ -10,7 +10,7 @@ import argparse
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -102,8 +102,8 @@ def rows(architectures: Iterable[str] | None = None) -> Iterator[Row]:
         yield measure(architecture)
 
 
-def measure(architecture: str) -> Row:
-    """Build one architecture tiny and compare moestro with its own code."""
+def measure(architecture: str, seeds: Sequence[int] = range(MOST_SEEDS)) -> Row:
+    """Build one architecture tiny and compare moestro with its own code, in bfloat16 with the first steady seed."""
     try:
         model = zoo.build(architecture).model
     except UnsupportedError as error:
@@ -119,7 +119,7 @@ def measure(architecture: str) -> Row:
     ways = (ours, *by_argument(model))
     errors = [relative_error(zoo.outputs(way, i), zoo.outputs(model, i)) for way in ways for i in (inputs, one)]
     try:
-        bfloat16, seed = measure_bfloat16(architecture)
+        bfloat16, seed = measure_bfloat16(architecture, seeds)
     except UnsupportedError as error:
         return Row(architecture, name, reason=str(error))
     return Row(
@@ -150,7 +150,7 @@ def by_argument(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [other]
 
 
-def measure_bfloat16(architecture: str) -> tuple[float, int | None]:
+def measure_bfloat16(architecture: str, seeds: Sequence[int]) -> tuple[float, int | None]:
     """Relative error in bfloat16 and the seed of the first steady model (None, with the last one's error, if none is).
 
     A router's top-k is a step: where two experts score alike, rounding decides and the logits jump, in Transformers'
@@ -160,7 +160,7 @@ def measure_bfloat16(architecture: str) -> tuple[float, int | None]:
     Raises:
         UnsupportedError: the model's own code does not run in bfloat16.
     """
-    for seed in range(MOST_SEEDS):
+    for seed in seeds:
         model = zoo.to_bfloat16(zoo.build(architecture, seed).model)
         serve_attention(model)  # both sides have it: here experts are compared
         inputs = zoo.inputs_of(model, seed)

@@ -30,9 +30,23 @@ def reason_of(architecture):
     return None
 
 
+@cache
+def seeds_of_the_page():
+    """Of an architecture: the first steady model, which the page has found with many draws of noise."""
+    return {
+        name: int(seed) for name, seed in re.findall(r"^\| (\w+) \|.*\| (\d+) \| [^|]* \|$", PAGE.read_text(), re.M)
+    }
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_agrees_with_its_own_code_or_is_refused_by_name(architecture):
-    row = architectures.measure(architecture)
+def test_agrees_with_its_own_code_or_is_refused_by_name(architecture, monkeypatch):
+    """A few draws see whether the page's model is still steady; otherwise another is looked for."""
+    first = seeds_of_the_page().get(architecture, 0)
+    with monkeypatch.context() as few:
+        few.setattr(architectures, "NOISE_DRAWS", 4)
+        row = architectures.measure(architecture, [first])
+    if row.covered and row.seed is None:
+        row = architectures.measure(architecture)
     if row.covered:
         assert row.influence > architectures.INFLUENCE, (
             f"zeroed experts move the logits by {row.influence}: proves nothing"
@@ -108,6 +122,12 @@ def test_the_page_lists_what_the_registry_holds():
     assert (served | refused) - {"architecture"} == set(ARCHITECTURES), again
     assert served - {"architecture"} == {name for name in ARCHITECTURES if reason_of(name) is None}, again
     assert f"{len(served) - 1} architectures served" in text, again
+
+
+def test_the_page_says_of_every_architecture_which_model_was_steady():
+    if f"Transformers {transformers.__version__}," not in PAGE.read_text():
+        pytest.skip(f"the page was written with another version than {transformers.__version__}")
+    assert set(seeds_of_the_page()) == {name for name in ARCHITECTURES if reason_of(name) is None}
 
 
 def test_the_walk_sees_a_wrong_result(monkeypatch):

@@ -21,6 +21,7 @@ from moestro.parallel import (
     AllToAllDispatcher,
     Placement,
     SlicedDispatcher,
+    guard,
     make_mesh,
     parallelize,
 )
@@ -358,6 +359,7 @@ def disagree_later():
 @torch.no_grad()
 def failing(dispatcher, when, how, timeout):
     """Rank 1 goes, or stays away, before the layer, inside it or after its dispatch. What the others are told."""
+    guard.GRACE = 1.0
     world = dist.get_world_size()
     case = Layer((1, world, 1), dispatcher=dispatcher)
     whole, batches, routings = build(case)
