@@ -24,7 +24,7 @@ class Checked:
 
     Attributes:
         candidate: as predicted.
-        measured: as `moestro bench model` measures it.
+        measured: as `moestro bench model` measures it, in as many processes as the candidate has ranks.
     """
 
     candidate: Candidate
@@ -47,7 +47,7 @@ class Checked:
 
     @property
     def memory_error(self) -> float:
-        """Likewise of what a device holds."""
+        """Likewise of what a device holds, or all processes together."""
         return self.candidate.need.device / self.measured.peak_bytes - 1
 
     @property
@@ -99,6 +99,7 @@ def check(
             load.prompt_tokens,
             max(min(load.new_tokens, MOST_NEW_TOKENS), FEWEST_NEW_TOKENS),
             plan.projections,
+            each.choice.ranks,
         )
         found.append(Checked(each, measure(case)))
     return found
