@@ -234,8 +234,10 @@ def _assumptions(search: Search, best: Candidate) -> tuple[tuple[str, float], ..
         text = f"the disk gives {machine.disk_bytes_per_second / 1e9:,.1f} GB/s: a fifth less"
         changed[text] = replace(machine, disk_bytes_per_second=0.8 * machine.disk_bytes_per_second)
     if best.choice.ranks > 1:
-        text = f"links carry {machine.link_bytes_per_second / 1e9:,.0f} GB/s: a fifth less"
+        text = f"links carry {machine.link_bytes_per_second / 1e9:.3g} GB/s: a fifth less"
         changed[text] = replace(machine, link_bytes_per_second=0.8 * machine.link_bytes_per_second)
+        text = f"links take {machine.link_seconds * 1e6:,.0f} us of a message beside its bytes: a fifth more"
+        changed[text] = replace(machine, link_seconds=1.2 * machine.link_seconds)
     if machine.layer_seconds:
         text = f"{machine.layer_seconds * 1e6:,.0f} us of each layer beside its work: a fifth more"
         changed[text] = replace(machine, layer_seconds=1.2 * machine.layer_seconds)

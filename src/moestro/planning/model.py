@@ -175,9 +175,8 @@ def read_model(source: str | Path | None, projections: str = "auto") -> Model:
     config.dtype = config.dtype or _stored_dtype(files)
     skeleton = empty_model(config)
     with explained(OPERATION, path, "a configuration that a model can be made of", "Check config.json."):
-        reader = None if files is None else Reader(skeleton, files, quantization)
-        found = _config_layers(skeleton, quantization) if reader is None else _layers(skeleton, files, reader)
-        layers = tuple(found)
+        read = None if files is None else _Read(files, Reader(skeleton, files, quantization))
+        layers = tuple(_config_layers(skeleton, quantization) if read is None else read.layers(skeleton))
     projected = _take_projections(skeleton, projections)
     return Model(
         name=BUNDLED if source is None else str(source),
@@ -188,7 +187,7 @@ def read_model(source: str | Path | None, projections: str = "auto") -> Model:
         rest_bytes=_rest_bytes(skeleton) + projected,
         looked_up_bytes=_looked_up_bytes(skeleton),
         checkpoint=files,
-        copied_bytes=projected + (0 if files is None or reader is None else _copied_bytes(skeleton, files, reader)),
+        copied_bytes=projected + (0 if read is None else read.copied_bytes(skeleton)),
     )
 
 
@@ -204,12 +203,28 @@ def _folder(source: str | Path) -> str | Path:
     return path.parent if path.name == "config.json" and path.is_file() else source
 
 
-def _layers(skeleton: Any, files: Checkpoint, reader: Reader) -> Iterator[ExpertLayer]:
-    top_k = routed_experts_of(skeleton.config)
-    for _, stored in reader.layers:
-        first, last = stored.recipes
-        size = layer_size(stored, files, top_k)
-        yield ExpertLayer(stored.path, first.shape[1:], last.shape[1:], _one_format(stored), size)
+@dataclass(frozen=True)
+class _Read:
+    """Files, and what of a model is where in them."""
+
+    files: Checkpoint
+    reader: Reader
+
+    def layers(self, skeleton: Any) -> Iterator[ExpertLayer]:
+        top_k = routed_experts_of(skeleton.config)
+        for _, stored in self.reader.layers:
+            first, last = stored.recipes
+            size = layer_size(stored, self.files, top_k)
+            yield ExpertLayer(stored.path, first.shape[1:], last.shape[1:], _one_format(stored), size)
+
+    def copied_bytes(self, skeleton: Any) -> int:
+        """Beside the experts, of what files do not have as the model holds it: in another dtype, or in parts."""
+        rest = _rest(skeleton)
+        return sum(named[0].nbytes for named in rest if not any(map(self._is_mapped, named)))
+
+    def _is_mapped(self, tensor: _Tensor) -> bool:
+        key = self.reader.names.single(tensor.name)
+        return key is not None and self.files.entry(key).dtype == tensor.dtype
 
 
 def _one_format(stored: Stored) -> str:
@@ -271,16 +286,6 @@ def _rest(skeleton: Any) -> list[list[_Tensor]]:
 
 def _rest_bytes(skeleton: Any) -> int:
     return sum(named[0].nbytes for named in _rest(skeleton))
-
-
-def _copied_bytes(skeleton: Any, files: Checkpoint, reader: Reader) -> int:
-    """Of what files do not have as the model holds it: in another dtype, or in several parts."""
-
-    def is_mapped(tensor: _Tensor) -> bool:
-        key = reader.names.single(tensor.name)
-        return key is not None and files.entry(key).dtype == tensor.dtype
-
-    return sum(named[0].nbytes for named in _rest(skeleton) if not any(map(is_mapped, named)))
 
 
 def _take_projections(skeleton: Any, projections: str) -> int:

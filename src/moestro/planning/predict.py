@@ -282,7 +282,7 @@ def logits_seconds(model: Model, machine: Machine, num_sequences: int, ranks: in
     """In which processes of this machine take the logits of the first, in float32, from which a pass's tokens come."""
     if ranks == 1 or not machine.is_here:
         return 0.0
-    size = num_sequences * model.config.get_text_config().vocab_size * FLOAT32
+    size = num_sequences * int(model.config.get_text_config().vocab_size) * FLOAT32
     return math.ceil(math.log2(ranks)) * (size / machine.link_bytes_per_second + machine.link_seconds)
 
 

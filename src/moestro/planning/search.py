@@ -256,10 +256,9 @@ class Search:
     def _choices(self, form: str | None, load: Load) -> Iterator[Choice]:
         """Those that fit, of one format; the rest is noted."""
         model = self._stored_as(form)
+        # Processes of this machine have whole experts: slices of them are copies, which are not mapped.
         degrees = _degrees(form, self.asked.devices, min(size.experts for size in model.sizes))
-        for choice in degrees:
-            if self.machine.is_here and choice.tp > 1:  # slices are copies, which are not mapped
-                continue
+        for choice in (each for each in degrees if each.tp == 1 or not self.machine.is_here):
             if any(layer.cut(choice.tp) is None for layer in model.layers):
                 self._note(f"{form or 'as stored'} is not cut into {choice.tp} slices: it has fewer groups of weights")
                 continue
