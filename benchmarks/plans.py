@@ -82,7 +82,7 @@ def row(name: str, one: Checked) -> str:
 
 
 HEAD = """\
-| model | experts | batch | budget | processes | prompt, ms | seen | off | a step, ms | seen | off | memory | seen | off |
+| model | experts | batch | budget | ranks | prompt, ms | seen | off | a step, ms | seen | off | memory | seen | off |
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 

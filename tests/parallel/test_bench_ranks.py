@@ -10,13 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from documents import check_document
-from moestro.bench import processes, ranks
+from moestro.bench import ranks
 from moestro.bench.layers import LAYERS, LayerSpec
 from moestro.bench.ranks import RankPlan
 from moestro.bench.ranks_records import RanksReport
 from moestro.bench.ranks_report import cost_lines, error_lines, headline, pairs_table, stages_table
 from moestro.cli import app
 from moestro.errors import CollectiveError, InvalidInputError
+from moestro.parallel import processes
 
 SMALL = LayerSpec("small", "olmoe", 64, 32, 8, 2)
 PLAN = RankPlan(SMALL, (30, 7), tuple(ranks.DISPATCHERS), torch.float32, seconds=0.01)

@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moestro.bench.processes import ask, check_refusal, ended, threads_each
 from moestro.errors import MoestroError, invalid_input, no_answer
+from moestro.parallel.processes import ask, check_refusal, ended, threads_each
 
 OPERATION = "bench model"
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "moestro.hf.timed")

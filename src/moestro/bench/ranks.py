@@ -22,7 +22,6 @@ from torch import Tensor
 from moestro import machine
 from moestro.bench.layers import DENSE, LayerSpec, dtype_name, experts_that_fit, make_layer
 from moestro.bench.measure import about
-from moestro.bench.processes import MOST_PROCESSES, gathered, run_ranks
 from moestro.bench.ranks_records import RankRow, RanksReport
 from moestro.errors import invalid_input
 from moestro.experts import Experts
@@ -37,6 +36,7 @@ from moestro.parallel import (
 )
 from moestro.parallel.guard import Peers
 from moestro.parallel.parallelize import MakeDispatcher
+from moestro.parallel.processes import MOST_PROCESSES, gathered, run_ranks
 from moestro.parallel.simulate_traces import zipf_ids
 from moestro.parallel.wire import WireFormat, decode, encode
 from moestro.routing import TopKRouter

@@ -22,7 +22,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from moestro.bench.memory import Resident, file_share, resident, restart
 from moestro.bench.model import OPERATION
-from moestro.bench.processes import everyone, gathered, refusal
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf import load, served
@@ -33,6 +32,7 @@ from moestro.hf.text_model import quiet_transformers
 from moestro.ops.dispatch import observed
 from moestro.ops.expert_mlp import EXPERT_MLP
 from moestro.parallel import Peers, make_mesh
+from moestro.parallel.processes import everyone, gathered, refusal
 from moestro.profiling import Profile
 from moestro.profiling.profiler import DECODE, PROMPT
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from moestro.bench.processes import threads_each
 from moestro.errors import invalid_input
 from moestro.hf.dense import check_choice
 from moestro.memory.amounts import parse_bytes
+from moestro.parallel.processes import threads_each
 from moestro.planning import report as tables
 from moestro.planning.machines import Machine, checked, here, machine_names, read_machine
 from moestro.planning.model import OPERATION, Model, read_model

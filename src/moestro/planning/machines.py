@@ -74,8 +74,8 @@ def here(memory: int | None = None, disk: float | None = None, processes: int = 
 
     Of several processes also how fast they add up what each has.
     """
-    from moestro.bench.links import Link, link
     from moestro.ops.expert_mlp import costs
+    from moestro.parallel.links import Link, link
 
     free = machine.available_bytes()
     if memory is not None and memory > machine.memory_bytes():

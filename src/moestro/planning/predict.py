@@ -11,13 +11,13 @@ from dataclasses import astuple, dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from moestro.bench.processes import threads_each
 from moestro.errors import unsupported
 from moestro.formats import find_format
 from moestro.memory import Residents, policy_named, visit_of
 from moestro.ops import native
 from moestro.ops.expert_mlp import costs, cpu, crossover
 from moestro.parallel import Placement
+from moestro.parallel.processes import threads_each
 from moestro.parallel.simulate import simulate
 from moestro.parallel.simulate_links import Mesh
 from moestro.parallel.simulate_traces import zipf_ids

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from moestro import machine
-from moestro.bench.processes import ask, everyone, threads_each
 from moestro.errors import unsupported
 from moestro.hf.attention import serve_attention
 from moestro.hf.dense import serve_projections
@@ -32,6 +31,7 @@ from moestro.hf.text_model import quiet_transformers
 from moestro.memory.amounts import shown_bytes
 from moestro.ops import measured
 from moestro.parallel import Peers
+from moestro.parallel.processes import ask, everyone, threads_each
 from moestro.planning.model import OPERATION, Model, read_model, without_experts
 from moestro.profiling.parts import other_parts
 

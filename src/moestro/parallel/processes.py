@@ -1,6 +1,6 @@
 """Functions that run on this machine in several processes at once, the ranks of a job over gloo.
 
-python -m moestro.bench.processes '{"operation": "plan", "call": "module:function", "processes": 2, "asked": {...}}'
+python -m moestro.parallel.processes '{"operation": "plan", "call": "module:function", "processes": 2, "asked": {...}}'
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from moestro import errors
 from moestro.errors import CollectiveError, MoestroError, invalid_input, no_answer
 from moestro.parallel.guard import Peers
 
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "moestro.bench.processes")
+COMMAND: tuple[str, ...] = (sys.executable, "-m", "moestro.parallel.processes")
 """What is started with a question as its last argument; its last line of output is what ranks found, or an error."""
+START = "spawn"
 MOST_PROCESSES = 64
 
 
@@ -100,7 +101,7 @@ def run_ranks(operation: str, processes: int, call: Callable[[], Any]) -> list[A
         CollectiveError: a rank ended without a result.
         MoestroError: what a rank raises, the first that does.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(START)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False)  # type: ignore[attr-defined]
     started = []
     for rank in range(processes):

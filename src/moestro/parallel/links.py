@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from moestro.bench.processes import ask, everyone, gathered, threads_each
 from moestro.ops import measured
-from moestro.parallel import AllReduceDispatcher, Place, Placement
+from moestro.parallel.dispatchers import AllReduceDispatcher, Place
+from moestro.parallel.placement import Placement
+from moestro.parallel.processes import ask, everyone, gathered, threads_each
 from moestro.types import Routing
 
-RANK = "moestro.bench.links:rank"
+RANK = "moestro.parallel.links:rank"
 HIDDEN, TOP_K = 1024, 8
 """Of the rows that are added up."""
 FEW, MANY = 1, 256
