@@ -1,10 +1,11 @@
 """How wrong plans are: predicted and measured seconds and memory of whole models, point by point.
 
-    python benchmarks/plans.py FOLDER[:FORMATS[:BATCHES[:MEMORY]]]...
-    python benchmarks/plans.py bundled:stored,int8:1,8 ~/models/olmoe:stored,mxfp4:1,8 ~/models/gpt-oss-20b:stored:1:9GB
+    python benchmarks/plans.py FOLDER[:FORMATS[:BATCHES[:MEMORY[:PROCESSES]]]]...
+    python benchmarks/plans.py bundled:stored,int8:1,8 ~/models/olmoe:stored:1::2 ~/models/gpt-oss-20b:stored:1:9GB
 
-Each folder is planned for this machine with those formats, batches and, if given, memory; every way that fits is then
-loaded and run in a process of its own, as `moestro plan --check` does. Results go to benchmarks/results.
+Each folder is planned for this machine with those formats, batches and, if given, memory and processes; every way that
+fits, with so many processes, is then loaded and run by itself, as `moestro plan --check` does. Results go to
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Asked:
     formats: tuple[str | None, ...]
     batches: tuple[int, ...]
     memory: str | None
+    processes: int
 
     @classmethod
     def of(cls, text: str) -> Asked:
-        """Of "FOLDER:FORMATS:BATCHES:MEMORY", of which all but the first may be left out."""
-        folder, formats, batches, memory = [*text.split(":"), "", "", "", ""][:4]
+        """Of "FOLDER:FORMATS:BATCHES:MEMORY:PROCESSES", of which all but the first may be left out."""
+        folder, formats, batches, memory, processes = [*text.split(":"), "", "", "", ""][:5]
         named = tuple(None if name == "stored" else name for name in (formats or "stored").split(","))
-        return cls(folder, named, tuple(int(each) for each in (batches or "1").split(",")), memory or None)
+        counts = tuple(int(each) for each in (batches or "1").split(","))
+        return cls(folder, named, counts, memory or None, int(processes or 1))
 
     @property
     def name(self) -> str:
@@ -56,12 +59,12 @@ class Asked:
 
 def measured(asked: Asked, prompt_tokens: int, new_tokens: int) -> list[Checked]:
     """Every way that fits, planned and run."""
-    given: dict[str, Any] = {"formats": asked.formats}
+    given: dict[str, Any] = {"formats": asked.formats, "devices": asked.processes}
     if asked.memory is not None:
         given["memory"] = asked.memory
     folder = None if asked.folder == BUNDLED else asked.folder
     plan = moestro.plan(folder, None, asked.batches, prompt_tokens, new_tokens, **given)
-    return check(plan, plan.candidates)
+    return check(plan, [each for each in plan.candidates if each.choice.ranks == asked.processes])
 
 
 def row(name: str, one: Checked) -> str:
@@ -70,7 +73,7 @@ def row(name: str, one: Checked) -> str:
     budget = "" if choice.memory is None else shown_bytes(choice.memory)
     prompt = "-" if one.prompt_error is None else f"{one.prompt_error:+.0%}"
     cells = (
-        *(name, choice.format or "as stored", str(one.candidate.load.batch), budget),
+        *(name, choice.format or "as stored", str(one.candidate.load.batch), budget, str(choice.ranks)),
         *(f"{1e3 * one.candidate.prompt.total:,.0f}", f"{1e3 * found.prompt_seconds:,.0f}", prompt),
         *(f"{1e3 * one.candidate.decode.total:,.1f}", f"{1e3 * found.decode_seconds:,.1f}", f"{one.decode_error:+.0%}"),
         *(shown_bytes(one.candidate.need.device), shown_bytes(found.peak_bytes), f"{one.memory_error:+.1%}"),
@@ -79,8 +82,8 @@ def row(name: str, one: Checked) -> str:
 
 
 HEAD = """\
-| model | experts | batch | budget | prompt, ms | seen | off | a step, ms | seen | off | memory | seen | off |
-|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
+| model | experts | batch | budget | ranks | prompt, ms | seen | off | a step, ms | seen | off | memory | seen | off |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 
 def write(found: Sequence[tuple[str, Checked]], name: str) -> Path:
@@ -99,7 +102,7 @@ def write(found: Sequence[tuple[str, Checked]], name: str) -> Path:
 
 @app.command()
 def main(
-    folders: Annotated[list[str], typer.Argument(metavar="FOLDER[:FORMATS[:BATCHES[:MEMORY]]]...")],
+    folders: Annotated[list[str], typer.Argument(metavar="FOLDER[:FORMATS[:BATCHES[:MEMORY[:PROCESSES]]]]...")],
     prompt_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = 32,
     name: Annotated[str, typer.Option(help="Of the machine, in the name of the result.")] = "cpu",

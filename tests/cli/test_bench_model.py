@@ -78,11 +78,11 @@ def test_a_head_that_is_the_embedding_is_read_whole(model_folder: Path) -> None:
 
 def test_the_most_that_a_process_held() -> None:
     before = restart()
-    filled = torch.ones(2**22)
+    filled = torch.ones(2**24)  # more than the allocator ever keeps of what other tests have freed
     now = resident()
     assert now.now - before.now > 0.9 * filled.nbytes
     del filled
-    assert resident().most - before.now > 0.9 * 2**24
+    assert resident().most - before.now > 0.9 * 2**26
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,6 @@ def test_what_goes_wrong_at_a_layer_names_the_model(made, monkeypatch):
         yield from ()
         raise KeyError("a name that Transformers lacks")
 
-    monkeypatch.setattr(planned_model, "_layers", layers)
+    monkeypatch.setattr(planned_model._Read, "layers", layers)
     with pytest.raises(InvalidInputError, match=r"^\[plan\] got .*olmoe.*a name that Transformers lacks"):
         read_model(made.folder("olmoe"))

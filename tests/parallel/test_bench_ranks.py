@@ -17,6 +17,7 @@ from moestro.bench.ranks_records import RanksReport
 from moestro.bench.ranks_report import cost_lines, error_lines, headline, pairs_table, stages_table
 from moestro.cli import app
 from moestro.errors import CollectiveError, InvalidInputError
+from moestro.parallel import processes
 
 SMALL = LayerSpec("small", "olmoe", 64, 32, 8, 2)
 PLAN = RankPlan(SMALL, (30, 7), tuple(ranks.DISPATCHERS), torch.float32, seconds=0.01)
@@ -113,14 +114,14 @@ class Gone:
 
 
 def test_a_process_that_ends_without_a_word():
-    assert isinstance(ranks._received(1, Gone()), CollectiveError)
+    assert isinstance(processes.received("bench parallel", 1, Gone()), CollectiveError)
 
 
 def test_the_first_process_to_fail_is_named_while_others_wait():
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
     pipes[2][1].send("a result")
     pipes[1][1].close()  # as of a process that was killed; the first says nothing
-    (error,) = ranks._results([mine for mine, _ in pipes])
+    (error,) = processes.results("bench parallel", [mine for mine, _ in pipes])
     assert "got no result from rank 1, whose process has ended" in str(error)
 
 
@@ -128,7 +129,7 @@ def test_results_come_in_the_order_of_ranks():
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
     for rank in (2, 0, 1):
         pipes[rank][1].send(rank)
-    assert ranks._results([mine for mine, _ in pipes]) == [0, 1, 2]
+    assert processes.results("bench parallel", [mine for mine, _ in pipes]) == [0, 1, 2]
 
 
 def test_an_unknown_dtype_is_refused():

@@ -95,3 +95,7 @@ def test_lines_of_large_numbers(plan):
     lines = check.text([check.Checked(best, point)]).splitlines()
     assert max(map(len, lines)) <= 80
     assert "999,000" in lines[2].split()
+    both = replace(best, choice=replace(best.choice, ep=2))
+    line = check.text([check.Checked(both, point)]).splitlines()[2]
+    assert len(line) == len(lines[2]) <= 80
+    assert line.startswith(f"{both.choice.format} x2 ")

@@ -77,6 +77,18 @@ def test_commands(plan):
     assert line(Choice(ep=2, tp=2), load=Load(4, 8, 8)) == ranks
 
 
+@pytest.mark.parametrize(("threads", "begin"), [(2, "torchrun"), (8, "OMP_NUM_THREADS=4 torchrun")])
+def test_processes_of_this_machine_share_its_threads(plan, threads, begin):
+    """Which `torchrun` gives one each unless it is told; and one sequence at once is what `moestro generate` takes."""
+    both = replace(plan.best, choice=Choice(ep=2), load=Load(4, 8, 8), dispatcher="all-reduce")
+    here = replace(plan, machine=replace(plan.machine, is_here=True, devices=threads), candidates=(both,))
+    said = " ".join(str(here).split())
+    assert f"to run it: {begin} --nproc-per-node 2 -m moestro generate PROMPT" in said
+    assert "sequences at once over ranks are for Python" in said
+    assert f"box, {threads} threads;" in said
+    assert "dispatcher" not in said
+
+
 def test_a_dispatcher_that_generate_has_not(plan):
     ranks = replace(plan.best, choice=Choice(ep=2), dispatcher="all-to-all")
     assert "ep_implementation" in str(replace(plan, candidates=(ranks,)))

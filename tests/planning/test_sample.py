@@ -22,6 +22,7 @@ from moestro.planning import Choice, Load, predict, read_machine, sample
 from moestro.planning.model import read_model
 
 BUNDLED = read_model(None)
+TWO = Choice(ep=2)
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +140,33 @@ def test_only_the_engine_is_predicted_where_nothing_measured_decides(monkeypatch
     monkeypatch.setattr(crossover, "decides", lambda nbytes: True)
     predict.expert_seconds(BUNDLED, here, predict.Spread(), 4, Choice())
     assert set(ways) == {"", PLAIN}
+
+
+def test_a_process_has_its_share_of_threads_and_of_memory(monkeypatch):
+    """And in a job nothing that is measured chooses."""
+    seen, here = [], replace(read_machine("h200"), is_here=True)
+
+    def measured_costs(way, dtype, form, columns, threads):
+        seen.append((way, threads))
+        return (Costs((1,), 0.0, (1e-30,), (1e-30,)),) * 2
+
+    monkeypatch.setattr(predict, "_costs", measured_costs)
+    monkeypatch.setattr(predict, "_are_cached", lambda model: False)
+    monkeypatch.setattr(crossover, "decides", lambda nbytes: True)
+    torch.set_num_threads(4)
+    try:
+        # Of 16 experts a thousand tokens reach all, on each rank half of them, at half of the rate.
+        seconds = [predict.expert_seconds(BUNDLED, here, predict.Spread(), 1000, choice) for choice in (Choice(), TWO)]
+    finally:
+        torch.set_num_threads(1)
+    assert seconds[1] == pytest.approx(seconds[0])
+    assert set(seen) == {("", 4), (PLAIN, 4), ("", 2)}
+
+
+def test_costs_are_measured_with_the_threads_of_a_process(monkeypatch):
+    threads = []
+    monkeypatch.setattr(predict.costs, "costs", lambda way, bind, case: threads.append((case.threads, now())))
+    now = torch.get_num_threads
+    predict._costs("", torch.bfloat16, "bfloat16", (256, 128), 2)
+    assert set(threads) == {(2, 2)}
+    assert now() == 1

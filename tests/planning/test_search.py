@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
+import shutil
 import weakref
 from dataclasses import replace
 
@@ -17,8 +19,8 @@ from moestro.memory.prompts import MOST_DECODED
 from moestro.memory.sizes import least_budget
 from moestro.planning import Choice, Load, Machine
 from moestro.planning.model import read_model
-from moestro.planning.predict import Spread, communication, expert_seconds, missed_bytes
-from moestro.planning.search import Asked, Search
+from moestro.planning.predict import Spread, communication, expert_seconds, logits_seconds, missed_bytes
+from moestro.planning.search import FURTHER, PROCESS, Asked, Search
 
 BUNDLED = read_model(None)
 BOX = Machine("box", 10**9, 1e10, {"default": 1e12}, devices=64, link_bytes_per_second=1e9, link_seconds=1e-5)
@@ -43,6 +45,33 @@ def test_a_budget_leaves_room_for_the_embedding_that_it_reads_whole():
     assert choice.memory is not None
     assert search.need(choice, LOAD).device <= search.machine.memory
     assert search.need(choice, LOAD).rest == mapped.rest + 2**20
+
+
+def test_processes_here_share_experts_and_pages():
+    """Each expert is in one of them, files' pages are there once, and all else in each."""
+    model = replace(BUNDLED, copied_bytes=1000)
+    search = Search(model, replace(BOX, is_here=True), Asked(devices=4), lambda *_: None)
+    alone, four = search.need(Choice(), LOAD), search.need(Choice(ep=4), LOAD)
+    assert four.experts == alone.experts == total_bytes(BUNDLED.sizes)
+    assert four.rest == alone.rest + 3 * 1000
+    assert four.cache == 4 * alone.cache
+    assert four.workspace == 4 * (alone.workspace - PROCESS) + PROCESS + 3 * FURTHER
+    assert {(each.ep, each.tp) for each in search._choices(None, LOAD)} == {(1, 1), (2, 1), (4, 1)}
+    short = replace(search.machine, memory=alone.device)
+    assert [each.ranks for each in Search(model, short, search.asked, lambda *_: None)._choices(None, LOAD)] == [1]
+
+
+def test_what_files_do_not_have_as_the_model_holds_it(tmp_path):
+    """Buffers, and all weights of another dtype or format."""
+    assert 0 < BUNDLED.copied_bytes < BUNDLED.rest_bytes / 100
+    stored = read_model(None, "int8")
+    assert stored.copied_bytes > stored.rest_bytes / 2
+    wide = tmp_path / "wide"
+    shutil.copytree(BUNDLED.folder, wide)
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    found = read_model(wide)
+    assert found.copied_bytes == found.rest_bytes
 
 
 def test_what_is_missing_with_a_disk_is_what_the_fewest_slots_need():
@@ -177,6 +206,16 @@ def test_an_all_to_all_by_hand():
     reduced = LAYERS * 2 * 3 * (8 * 256 * 4 / 4 / 1e9 + 1e-9)
     assert seconds == pytest.approx(min(swapped, reduced))
     assert name == ("all-to-all" if swapped < reduced else "all-reduce")
+
+
+def test_processes_of_this_machine_add_up_and_take_the_logits_of_the_first():
+    here = replace(BOX, is_here=True)
+    name, seconds = communication(BUNDLED, here, Spread(), 8, Choice(ep=4))
+    assert name == "all-reduce"
+    assert seconds == pytest.approx(LAYERS * 2 * 3 * (8 * 256 * 4 / 4 / 1e9 + 1e-5))
+    words = BUNDLED.config.vocab_size
+    assert logits_seconds(BUNDLED, here, 8, 4) == pytest.approx(2 * (8 * words * 4 / 1e9 + 1e-5))
+    assert logits_seconds(BUNDLED, here, 8, 1) == logits_seconds(BUNDLED, BOX, 8, 4) == 0
 
 
 def test_messages_do_not_grow_with_tokens():

@@ -26,6 +26,9 @@ WIDTH = 80
 STORED, MAPPED = "stored", "none"
 """Formats and budgets that are not given: experts as their checkpoint stores them, and no budget."""
 SKIPPED = "skipped"
+PROCESSES = "processes"
+ALONE = f"{PROCESSES} 1"
+"""What is not said of all cases."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class ModelReport:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for json.dumps, in the form of every benchmark."""
-        names = ("format", "memory", "batch", "prompt_tokens", "new_tokens", "projections")
+        names = ("format", "memory", "batch", "prompt_tokens", "new_tokens", "projections", "processes")
         settings = {name: list(dict.fromkeys(getattr(row.case, name) for row in self.rows)) for name in names}
         records = [row.as_record(self.bytes_per_second) for row in self.rows]
         return document(self, {"folder": self.folder, **settings}, records, roof_of(self.roofs))
@@ -110,7 +113,7 @@ def options_of(case: ModelCase) -> dict[str, str]:
     budget = MAPPED if case.memory is None else f"{case.memory / 1e9:g}GB"
     numbers = {"batch": case.batch, "prompt tokens": case.prompt_tokens, "new tokens": case.new_tokens}
     texts = {"format": case.format or STORED, "memory": budget, "projections": str(case.projections)}
-    return texts | {name: str(number) for name, number in numbers.items()}
+    return texts | {name: str(number) for name, number in (numbers | {PROCESSES: case.processes}).items()}
 
 
 def differing(cases: Sequence[ModelCase]) -> list[str]:
@@ -124,6 +127,7 @@ def headline(report: ModelReport) -> list[str]:
     cases = [row.case for row in report.rows]
     found = next(row.point for row in report.rows if row.point is not None)
     same = [f"{name} {text}" for name, text in options_of(cases[0]).items() if name not in differing(cases)]
+    same = [each for each in same if each != ALONE]
     return [
         machine_line(report.machine),
         f"bandwidth: {report.bytes_per_second / 1e9:.1f} GB/s",

@@ -6,14 +6,10 @@ Every rank measures, rank 0 reports. The ranks are those of torchrun, or process
 from __future__ import annotations
 
 import gc
-import json
-import multiprocessing
-import multiprocessing.connection
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
@@ -22,13 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from moestro import machine
 from moestro.bench.layers import DENSE, LayerSpec, dtype_name, experts_that_fit, make_layer
 from moestro.bench.measure import about
 from moestro.bench.ranks_records import RankRow, RanksReport
-from moestro.errors import MoestroError, invalid_input, no_answer
+from moestro.errors import invalid_input
 from moestro.experts import Experts
 from moestro.moe import MoE
 from moestro.parallel import (
@@ -41,6 +36,7 @@ from moestro.parallel import (
 )
 from moestro.parallel.guard import Peers
 from moestro.parallel.parallelize import MakeDispatcher
+from moestro.parallel.processes import MOST_PROCESSES, gathered, run_ranks
 from moestro.parallel.simulate_traces import zipf_ids
 from moestro.parallel.wire import WireFormat, decode, encode
 from moestro.routing import TopKRouter
@@ -52,7 +48,6 @@ STAGES = ("route", "dispatch", "experts", "combine")
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
 ASLEEP = 0.03
 """Seconds after which threads of a team that computed wait without spinning."""
-MOST_PROCESSES = 64
 
 DISPATCHERS: dict[str, MakeDispatcher] = {
     "all-to-all": AllToAllDispatcher,
@@ -123,65 +118,8 @@ def launch(plan: RankPlan, processes: int) -> RanksReport:
             needs=f"2 to {MOST_PROCESSES}",
             fix="More hosts are for torchrun: torchrun ... -m moestro bench parallel.",
         )
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False)  # type: ignore[attr-defined]
-    started = []
-    for rank in range(processes):
-        mine, other = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(rank, processes, store.port, plan, other), daemon=True)
-        process.start()
-        other.close()
-        started.append((process, mine))
-    found: list[Any] = []
-    try:
-        found = _results([mine for _, mine in started])
-    finally:
-        until = time.monotonic() + (5 if len(found) == processes else 0)  # else others wait for one that is gone
-        for process, _ in started:
-            process.join(max(until - time.monotonic(), 0))
-            if process.is_alive():
-                process.kill()
-    error = next((each for each in found if isinstance(each, Exception)), None)
-    if error is not None:
-        raise error
-    report: RanksReport = found[0]
+    report: RanksReport = run_ranks(OPERATION, processes, partial(measure, plan))[0]
     return report
-
-
-def _results(pipes: list[Any]) -> list[Any]:
-    """What all ranks send, in their order; where one fails, its error alone, at once."""
-    found: dict[int, Any] = {}
-    while len(found) < len(pipes):
-        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
-        for pipe in multiprocessing.connection.wait(list(left)):
-            rank = left[pipe]
-            found[rank] = _received(rank, pipe)
-            if isinstance(found[rank], Exception):
-                return [found[rank]]
-    return [found[rank] for rank in range(len(pipes))]
-
-
-def _received(rank: int, pipe: Any) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        return no_answer(
-            OPERATION,
-            got=f"no result from rank {rank}, whose process has ended",
-            needs="a result of every process",
-            fix="Look at what it printed; too little memory ends a process without a word.",
-        )
-
-
-def _serve(rank: int, world: int, port: int, plan: RankPlan, pipe: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    try:
-        pipe.send(measure(plan))
-    except MoestroError as error:
-        pipe.send(error)
-    finally:
-        dist.destroy_process_group()
 
 
 def in_job() -> bool:
@@ -222,7 +160,7 @@ def _measure(plan: RankPlan) -> RanksReport:
             fix="Start fewer ranks, or name a layer with more experts.",
         )
     whole = _layer(plan, num_experts)
-    hosts = _gathered(peers, platform.node())
+    hosts = gathered(peers, OPERATION, platform.node())
     report = RanksReport(
         **about("cpu"),
         layer=spec.name,
@@ -246,7 +184,7 @@ def _measure(plan: RankPlan) -> RanksReport:
         assert isinstance(cut.dispatcher, AllToAllDispatcher)
         layer = MoE(cut.router, cut.experts, dispatcher=DISPATCHERS[name](cut.dispatcher.place))
         point = Point(plan, peers, batches[num_tokens], layer, alone)
-        said = _gathered(peers, point.differs(*expected[name, num_tokens]))
+        said = gathered(peers, OPERATION, point.differs(*expected[name, num_tokens]))
         report.wrong += [f"{name} T={num_tokens}, rank {r}: {text}" for r, (text, _) in enumerate(said) if text]
         report.rows.append(point.row((name, max(error for _, error in said)), len(report.hosts) == 1))
     return report
@@ -329,13 +267,13 @@ class Point:
         by_pair = partial(_by_pair, self.peers, sent)
         ratios = [t / b for t, b in zip(whole, alone, strict=True)] if with_alone else []
         low, middle, high = quantiles(ratios, n=4, method="inclusive") if ratios else (None, None, None)
-        found = _gathered(self.peers, [median(each) * 1e6 for each in zip(*stages, strict=True)])
+        found = gathered(self.peers, OPERATION, [median(each) * 1e6 for each in zip(*stages, strict=True)])
         return RankRow(
             dispatcher=named[0],
             error=named[1],
             num_tokens=len(self.batch.x),
             rounds=count,
-            pairs=_gathered(self.peers, pairs),
+            pairs=gathered(self.peers, OPERATION, pairs),
             stages={stage: [each[i] for each in found] for i, stage in enumerate(STAGES)},
             row_bytes=by_pair(lambda kind: kind == "rows"),
             other_bytes=by_pair(lambda kind: kind != "rows"),
@@ -370,7 +308,7 @@ class Point:
             own.append(sum(self._stages()[1]))
             if with_alone:
                 others.append(self._alone())
-        all_ranks = _gathered(self.peers, [own, others])
+        all_ranks = gathered(self.peers, OPERATION, [own, others])
         return [max(each) for each in zip(*(o for o, _ in all_ranks), strict=True)], all_ranks[0][1]
 
     def _alone(self) -> float:
@@ -405,17 +343,9 @@ class Point:
 
 def _by_pair(peers: Peers, sent: dict[str, dict[int, int]], wanted: Callable[[str], bool]) -> list[list[int]]:
     own = [sum(each.get(r, 0) for kind, each in sent.items() if wanted(kind)) for r in range(peers.size)]
-    return [list(row) for row in _gathered(peers, own)]
-
-
-def _gathered(peers: Peers, value: Any) -> list[Any]:
-    """What every rank says, in the order of ranks, as JSON keeps it."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = peers.all_gather(torch.tensor([len(data)]), "results", OPERATION).tolist()
-    rows = peers.all_gather(F.pad(data, (0, max(sizes) - len(data)))[None], "results", OPERATION)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [list(row) for row in gathered(peers, OPERATION, own)]
 
 
 def _told(peers: Peers, value: Any) -> Any:
     """What rank 0 says."""
-    return _gathered(peers, value)[0]
+    return gathered(peers, OPERATION, value)[0]

@@ -30,11 +30,12 @@ def model(
     batch: Annotated[str, typer.Option(help="Sequences that share a step.")] = "1",
     prompt_tokens: Annotated[str, typer.Option(help="Of each sequence.")] = "128",
     new_tokens: Annotated[int, typer.Option(help="Of each sequence, at least 3.")] = 32,
+    processes: Annotated[str, typer.Option(help="That the experts are spread over; they share the threads.")] = "1",
     json_path: Annotated[str | None, typer.Option("--json", help="Write the report as JSON; - is stdout.")] = None,
 ) -> None:
     """Prompt and decode tokens a second of a whole model, time per stage, and the peak of memory, under the roof.
 
-    Lists are separated by commas; every combination is a case, in a process of its own.
+    Lists are separated by commas; every combination is a case, in processes of its own.
     For instance: moestro bench model --format stored,int8 --batch 1,8.
     The roof is what the machine's measured bandwidth allows for the weights that a step reads. What cannot be done
     ends with one line and exit code 2.
@@ -43,7 +44,7 @@ def model(
         from moestro.bench.model_report import headline, lines, run, table
 
         check_targets(OPERATION, None, Path(json_path) if json_path not in (None, "-") else None)
-        lists = (format, memory, projections, batch, prompt_tokens)
+        lists = (format, memory, projections, batch, prompt_tokens, processes)
         cases = _cases(folder, [_split(text) for text in lists], new_tokens)
         with points(len(cases)) as on_case:
             report = run(cases, on_case)
@@ -74,8 +75,9 @@ def _cases(folder: str | None, lists: list[list[str]], new_tokens: int) -> list[
             _number("--prompt-tokens", prompt_tokens),
             new_tokens,
             projections,
+            _number("--processes", processes),
         )
-        for format, memory, projections, batch, prompt_tokens in product(*lists)
+        for format, memory, projections, batch, prompt_tokens, processes in product(*lists)
     ]
 
 

@@ -30,7 +30,7 @@ def plan(
     batch: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1",
     prompt_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = 128,
-    devices: Annotated[int, typer.Option(help="That may be used together.")] = 1,
+    devices: Annotated[int, typer.Option(help="That may be used together; here they are processes.")] = 1,
     memory: Annotated[str | None, typer.Option(help="Of a device, e.g. 8GB; else what is free.")] = None,
     disk: Annotated[str | None, typer.Option(help="The rate that experts are read at, e.g. 2GB/s.")] = None,
     load: Annotated[str | None, typer.Option(help="Of experts: uniform, or zipf:EXPONENT; else uniform.")] = None,

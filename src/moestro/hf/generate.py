@@ -208,7 +208,13 @@ def _agree(text_model: TextModel, ids: Tensor, sampling: Sampling) -> list[Calla
     peers.agree(said, "generate", "", "Pass the same prompt and options on every rank.")
     if sampling.seed is None:
         torch.manual_seed(int(peers.broadcast(torch.randint(2**62, (1,)).to(ids.device), "seed", "generate")))
-    return [lambda _, logits: peers.broadcast(logits, "logits", "generate")]
+    return same_tokens(text_model.model)
+
+
+def same_tokens(model: Any) -> list[Callable[[Tensor, Tensor], Tensor]]:
+    """What has all ranks that run the same tokens take those of rank 0's logits, as Transformers' logits processors."""
+    peers = batch_of(model)
+    return [] if peers is None else [lambda _, logits: peers.broadcast(logits, "logits", "generate")]
 
 
 @contextmanager

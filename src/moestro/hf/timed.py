@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,16 +20,19 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
-from moestro.bench.memory import resident, restart
+from moestro.bench.memory import Resident, file_share, resident, restart
 from moestro.bench.model import OPERATION
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf import load, served
+from moestro.hf.generate import same_tokens
 from moestro.hf.models import find_model, read_config
 from moestro.hf.sources import model_class
 from moestro.hf.text_model import quiet_transformers
 from moestro.ops.dispatch import observed
 from moestro.ops.expert_mlp import EXPERT_MLP
+from moestro.parallel import Peers, make_mesh
+from moestro.parallel.processes import everyone, gathered, refusal
 from moestro.profiling import Profile
 from moestro.profiling.profiler import DECODE, PROMPT
 
@@ -61,30 +65,32 @@ class _Clock(BaseStreamer):
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """What `moestro.bench.model.ModelPoint` has beside the case."""
+    """What `moestro.bench.model.ModelPoint` has beside the case; of several processes on every one of them."""
     torch.set_num_threads(asked["threads"])
+    job = _Job(everyone() if asked["processes"] > 1 else None)
     config = _config(asked["folder"])
     ids, new_tokens = _prompt(config, asked), asked["new_tokens"]
-    before, start = restart(), time.perf_counter()
+    before, start = job.restart(), time.perf_counter()
     model = _loaded(asked)
     load_seconds = time.perf_counter() - start
     generate(model, ids, 2)
     runs = [generate(model, ids, new_tokens)]
-    while _goes_on(len(runs), sum(times[-1] - times[0] for times in runs)):
+    while _goes_on(len(runs), job.first(sum(times[-1] - times[0] for times in runs))):
         runs.append(generate(model, ids, new_tokens))
-    after = resident()
+    peak_bytes, anonymous_bytes = job.held(before)
     seconds = [[b - a for a, b in pairwise(times)] for times in runs]
     steps = [step for of_run in seconds for step in of_run[2:]]
     stages, expert_bytes = profiled(model, ids, new_tokens)
+    expert_bytes = job.total(expert_bytes)
     return {
         "prompt_seconds": median(of_run[0] for of_run in seconds),
         "first_step_seconds": median(of_run[1] for of_run in seconds),
         "decode_seconds": median(steps),
-        "peak_bytes": max(after.most - before.now, 0),
-        "anonymous_bytes": max(after.anonymous - before.anonymous, 0),
+        "peak_bytes": peak_bytes,
+        "anonymous_bytes": anonymous_bytes,
         "stages": stages,
         "load_seconds": load_seconds,
-        "step_bytes": expert_bytes + other_bytes(model),
+        "step_bytes": expert_bytes + job.total(other_bytes(model)),
         "expert_bytes": expert_bytes,
         "threads": torch.get_num_threads(),
         "runs": len(runs),
@@ -92,6 +98,41 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "experts": "; ".join(dict.fromkeys(layer.layout for layer in served(model))),
     }
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is found on several processes together, on each of them; or on this one alone, without peers."""
+
+    peers: Peers | None
+
+    def first(self, value: float) -> float:
+        """That of the first."""
+        return value if self.peers is None else float(gathered(self.peers, OPERATION, value)[0])
+
+    def total(self, value: int) -> int:
+        """The sum."""
+        return value if self.peers is None else sum(gathered(self.peers, OPERATION, value))
+
+    def restart(self) -> tuple[Resident, int | None]:
+        """Count the most from now on, on all at once; what this one holds."""
+        self._wait()
+        return restart(), file_share()
+
+    def held(self, before: tuple[Resident, int | None]) -> tuple[int, int]:
+        """The most bytes that were held since, and those of no file that are held now."""
+        self._wait()
+        (then, shared), after, share = before, resident(), file_share()
+        anonymous = max(after.anonymous - then.anonymous, 0)
+        most = after.most - then.now
+        if self.peers is not None and shared is not None and share is not None:
+            most = after.most - after.now + anonymous + share - shared
+        self._wait()  # what another gave back now would count as held by fewer
+        return self.total(max(most, 0)), self.total(anonymous)
+
+    def _wait(self) -> None:
+        if self.peers is not None:
+            self.peers.barrier(OPERATION)
 
 
 def _goes_on(runs: int, seconds: float) -> bool:
@@ -112,7 +153,8 @@ def _config(folder: str) -> Any:
 def _loaded(asked: dict[str, Any]) -> Any:
     projections = {True: "auto", False: "torch"}.get(asked["projections"], asked["projections"])
     kept = {} if asked["memory"] is None else {"memory": asked["memory"]}
-    return load(asked["folder"], asked["format"], projections=projections, **kept).eval()
+    mesh = None if asked["processes"] == 1 else make_mesh(ep=asked["processes"])
+    return load(asked["folder"], asked["format"], device=mesh, projections=projections, **kept).eval()
 
 
 def _prompt(config: Any, asked: dict[str, Any]) -> Tensor:
@@ -140,8 +182,8 @@ def generate(
     clock = _Clock(tell)
     # Without an end: to ask for a least number has every step look for tokens to forbid, in all of the vocabulary.
     counts = {"max_new_tokens": new_tokens, "eos_token_id": None}
-    mask = torch.ones_like(ids)
-    model.generate(ids, attention_mask=mask, streamer=clock, do_sample=False, pad_token_id=0, **counts)
+    told = {"streamer": clock, "logits_processor": same_tokens(model)}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **told, **counts)
     return clock.times
 
 
@@ -188,13 +230,19 @@ def other_bytes(model: nn.Module) -> int:
     return packed + sum(tensor.nbytes for tensor in tensors.values())
 
 
+def rank(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a case found in several processes, of which this is one."""
+    with quiet_transformers():
+        return run(asked)
+
+
 def main(text: str) -> str:
     """What a case found, or how it was refused, as one line of JSON."""
     with quiet_transformers():
         try:
             return json.dumps(run(json.loads(text)))
         except MoestroError as error:
-            return json.dumps({"error": type(error).__name__, "text": str(error)})
+            return json.dumps(refusal(error))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack
 from moestro.errors import invalid_input
 from moestro.hf.dense import check_choice
 from moestro.memory.amounts import parse_bytes
+from moestro.parallel.processes import threads_each
 from moestro.planning import report as tables
 from moestro.planning.machines import Machine, checked, here, machine_names, read_machine
 from moestro.planning.model import OPERATION, Model, read_model
@@ -97,7 +98,8 @@ def plan(
         prompt_tokens, new_tokens: of each sequence.
         formats: by name only: of the experts; None among them is as stored. Left out: as stored, and int8 and mxfp4
             where experts are stored in 16 bits or more.
-        devices: by name only: that may be used together, at most those of the machine.
+        devices: by name only: that may be used together, at most those of the machine. On this one they are processes,
+            which share its threads and its memory.
         memory: by name only: bytes of a device, or "8GB", in place of what is free or described.
         disk: by name only: bytes per second that experts are read at, 0 to hold all of them; else measured on the
             model's own files.
@@ -112,12 +114,12 @@ def plan(
     """
     if unknown := options.keys() - Options.__annotations__.keys():
         raise invalid_input(OPERATION, got=f"{min(unknown)}=", needs="an argument that there is", fix="See its page.")
-    say: Say = options.get("say", lambda text, done, total: None)
+    say: Say = options.get("say", _quiet)
     asked = _asked(batches, prompt_tokens, new_tokens, options)
     found = read_model(model, asked.projections)
     _check_spread(asked.spread, found)
     _check_context(asked, found)
-    target = _machine(machine, found, options, say)
+    target = _machine(machine, found, options, asked)
     _check_devices(asked.devices, target)
     search = Search(found, target, asked, say)
     candidates = search.found()
@@ -126,6 +128,10 @@ def plan(
     notes = (*search.notes, *(f"{name} lacks {lacks:,} bytes" for name, lacks in search.lacking.items()))
     assumptions = _assumptions(search, candidates[0])
     return Plan(found, target, tuple(candidates), assumptions, notes, asked.projections)
+
+
+def _quiet(text: str, done: int, total: int) -> None:
+    """What is told to nobody."""
 
 
 def _asked(batches: Sequence[int], prompt_tokens: int, new_tokens: int, options: Options) -> Asked:
@@ -143,7 +149,8 @@ def _asked(batches: Sequence[int], prompt_tokens: int, new_tokens: int, options:
     return asked
 
 
-def _machine(given: str | Path | Machine | None, model: Model, options: Options, say: Say) -> Machine:
+def _machine(given: str | Path | Machine | None, model: Model, options: Options, asked: Asked) -> Machine:
+    say: Say = options.get("say", _quiet)
     memory, disk = options.get("memory"), options.get("disk")
     size = parse_bytes(OPERATION, "memory", memory, least=1) if isinstance(memory, str) else memory
     is_rate = disk is None or (isinstance(disk, int | float) and 0 <= disk < math.inf)
@@ -156,7 +163,10 @@ def _machine(given: str | Path | Machine | None, model: Model, options: Options,
 
             say("reading some experts from the disk", 0, 1)
             disk = read_rate(model.checkpoint)
-        return here(size, disk)
+        if asked.devices > 1:
+            threads_each(OPERATION, asked.devices)
+            say("timing what processes send", 0, 1)
+        return here(size, disk, asked.devices)
     found = checked(given) if isinstance(given, Machine) else read_machine(given)
     return replace(
         found,
@@ -224,8 +234,10 @@ def _assumptions(search: Search, best: Candidate) -> tuple[tuple[str, float], ..
         text = f"the disk gives {machine.disk_bytes_per_second / 1e9:,.1f} GB/s: a fifth less"
         changed[text] = replace(machine, disk_bytes_per_second=0.8 * machine.disk_bytes_per_second)
     if best.choice.ranks > 1:
-        text = f"links carry {machine.link_bytes_per_second / 1e9:,.0f} GB/s: a fifth less"
+        text = f"links carry {machine.link_bytes_per_second / 1e9:.3g} GB/s: a fifth less"
         changed[text] = replace(machine, link_bytes_per_second=0.8 * machine.link_bytes_per_second)
+        text = f"links take {machine.link_seconds * 1e6:,.0f} us of a message beside its bytes: a fifth more"
+        changed[text] = replace(machine, link_seconds=1.2 * machine.link_seconds)
     if machine.layer_seconds:
         text = f"{machine.layer_seconds * 1e6:,.0f} us of each layer beside its work: a fifth more"
         changed[text] = replace(machine, layer_seconds=1.2 * machine.layer_seconds)

@@ -24,7 +24,7 @@ class Checked:
 
     Attributes:
         candidate: as predicted.
-        measured: as `moestro bench model` measures it.
+        measured: as `moestro bench model` measures it, in as many processes as the candidate has ranks.
     """
 
     candidate: Candidate
@@ -47,7 +47,7 @@ class Checked:
 
     @property
     def memory_error(self) -> float:
-        """Likewise of what a device holds."""
+        """Likewise of what a device holds, or all processes together."""
         return self.candidate.need.device / self.measured.peak_bytes - 1
 
     @property
@@ -99,6 +99,7 @@ def check(
             load.prompt_tokens,
             max(min(load.new_tokens, MOST_NEW_TOKENS), FEWEST_NEW_TOKENS),
             plan.projections,
+            each.choice.ranks,
         )
         found.append(Checked(each, measure(case)))
     return found
@@ -125,13 +126,14 @@ def text(checked: Sequence[Checked]) -> str:
         f"{'':<22}{'predicted':>10}{'measured':>9}{'off':>6}{'predicted':>10}{'measured':>9}{'off':>6}{'off':>8}",
     ]
     for each in checked:
-        form = each.candidate.choice.format or "as stored"
+        choice, batch = each.candidate.choice, str(each.candidate.load.batch)
+        form = (choice.format or "as stored") + (f" x{choice.ranks}" if choice.ranks > 1 else "")
         pairs = (
             (each.candidate.prompt.total, each.measured.prompt_seconds, each.prompt_error),
             (each.candidate.decode.total, each.measured.decode_seconds, each.decode_error),
         )
         cells = "".join(f"{_ms(a):>10}{_ms(b):>9}{_share(off):>6}" for a, b, off in pairs)
-        lines.append(f"{form:<16}{each.candidate.load.batch:>6}{cells}{each.memory_error:>+8.1%}")
+        lines.append(f"{form} {batch:>{21 - len(form)}}{cells}{each.memory_error:>+8.1%}")
     off = errors(checked)
     best = max(each.rate for each in checked)
     lines.append(f"off by {median(off):.0%} in the median, {max(off):.0%} at most;")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moestro import machine
 from moestro.errors import InvalidInputError, invalid_input
 from moestro.memory.amounts import parse_bytes
@@ -24,10 +26,10 @@ class Machine:
 
     Attributes:
         name: of the machine.
-        memory: bytes of one device that weights, keys and values and workspace may take.
+        memory: bytes of one device that weights, keys and values and workspace may take; here, of all processes.
         bytes_per_second: that a device reads of its memory.
         flops_per_second: of a device's matrix products, by the dtype or format of the weights; "default" for others.
-        devices: how many there are.
+        devices: how many there are; here as many processes as there are threads.
         link_bytes_per_second: that a device sends to another, in each direction.
         link_seconds: of a message, whatever its bytes.
         disk_bytes_per_second: that experts are read at which memory has no room for; 0 for none.
@@ -67,9 +69,13 @@ class Machine:
         return self.flops(name) / self.compute_share / self.bytes_per_second
 
 
-def here(memory: int | None = None, disk: float | None = None) -> Machine:
-    """This machine's memory and the rate that all threads read it at, measured; or so much of the memory."""
+def here(memory: int | None = None, disk: float | None = None, processes: int = 1) -> Machine:
+    """This machine's memory and the rate that all threads read it at, measured; or so much of the memory.
+
+    Of several processes also how fast they add up what each has.
+    """
     from moestro.ops.expert_mlp import costs
+    from moestro.parallel.links import Link, link
 
     free = machine.available_bytes()
     if memory is not None and memory > machine.memory_bytes():
@@ -79,11 +85,15 @@ def here(memory: int | None = None, disk: float | None = None) -> Machine:
             needs=f"at most the {machine.memory_bytes():,} bytes of this machine",
             fix="Describe the other machine in a file: --machine FILE.toml.",
         )
+    joined = link(OPERATION, processes) if processes > 1 else Link(0.0, 0.0)
     return Machine(
         name=machine.processor_name(),
         memory=free if memory is None else memory,
         bytes_per_second=costs.read_rate(),
         flops_per_second={"default": 1.0},
+        devices=torch.get_num_threads(),
+        link_bytes_per_second=joined.bytes_per_second,
+        link_seconds=joined.seconds,
         disk_bytes_per_second=disk or 0.0,
         is_here=True,
         sources={"bytes_per_second": "measured", "memory": "free now" if memory is None else "as asked for"},

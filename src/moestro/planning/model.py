@@ -104,6 +104,7 @@ class Model:
         layers: with experts, in their order.
         rest_bytes: of parameters and buffers beside the experts.
         looked_up_bytes: those of them that are embeddings alone, of which a pass reads the rows of its tokens.
+        copied_bytes: those of them that a process holds for itself: not as its files have them, which are mapped.
         checkpoint: the headers of its files; None where there is a configuration only.
     """
 
@@ -115,6 +116,7 @@ class Model:
     rest_bytes: int
     looked_up_bytes: int
     checkpoint: Checkpoint | None
+    copied_bytes: int = 0
 
     @property
     def depth(self) -> int:
@@ -173,8 +175,8 @@ def read_model(source: str | Path | None, projections: str = "auto") -> Model:
     config.dtype = config.dtype or _stored_dtype(files)
     skeleton = empty_model(config)
     with explained(OPERATION, path, "a configuration that a model can be made of", "Check config.json."):
-        found = _config_layers(skeleton, quantization) if files is None else _layers(skeleton, files, quantization)
-        layers = tuple(found)
+        read = None if files is None else _Read(files, Reader(skeleton, files, quantization))
+        layers = tuple(_config_layers(skeleton, quantization) if read is None else read.layers(skeleton))
     projected = _take_projections(skeleton, projections)
     return Model(
         name=BUNDLED if source is None else str(source),
@@ -185,6 +187,7 @@ def read_model(source: str | Path | None, projections: str = "auto") -> Model:
         rest_bytes=_rest_bytes(skeleton) + projected,
         looked_up_bytes=_looked_up_bytes(skeleton),
         checkpoint=files,
+        copied_bytes=projected + (0 if read is None else read.copied_bytes(skeleton)),
     )
 
 
@@ -200,12 +203,28 @@ def _folder(source: str | Path) -> str | Path:
     return path.parent if path.name == "config.json" and path.is_file() else source
 
 
-def _layers(skeleton: Any, files: Checkpoint, quantization: MoestroConfig) -> Iterator[ExpertLayer]:
-    top_k = routed_experts_of(skeleton.config)
-    for _, stored in Reader(skeleton, files, quantization).layers:
-        first, last = stored.recipes
-        size = layer_size(stored, files, top_k)
-        yield ExpertLayer(stored.path, first.shape[1:], last.shape[1:], _one_format(stored), size)
+@dataclass(frozen=True)
+class _Read:
+    """Files, and what of a model is where in them."""
+
+    files: Checkpoint
+    reader: Reader
+
+    def layers(self, skeleton: Any) -> Iterator[ExpertLayer]:
+        top_k = routed_experts_of(skeleton.config)
+        for _, stored in self.reader.layers:
+            first, last = stored.recipes
+            size = layer_size(stored, self.files, top_k)
+            yield ExpertLayer(stored.path, first.shape[1:], last.shape[1:], _one_format(stored), size)
+
+    def copied_bytes(self, skeleton: Any) -> int:
+        """Beside the experts, of what files do not have as the model holds it: in another dtype, or in parts."""
+        rest = _rest(skeleton)
+        return sum(named[0].nbytes for named in rest if not any(map(self._is_mapped, named)))
+
+    def _is_mapped(self, tensor: _Tensor) -> bool:
+        key = self.reader.names.single(tensor.name)
+        return key is not None and self.files.entry(key).dtype == tensor.dtype
 
 
 def _one_format(stored: Stored) -> str:
@@ -240,20 +259,33 @@ def _stored_dtype(files: Checkpoint | None) -> torch.dtype:
     return next((entry.dtype for entry in entries if entry.dtype in _DENSE), torch.bfloat16)
 
 
-def _rest_bytes(skeleton: Any) -> int:
-    """Of parameters and buffers that are no experts', each once."""
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter or buffer beside the experts, under one of its names."""
+
+    name: str
+    nbytes: int
+    dtype: torch.dtype
+
+
+def _rest(skeleton: Any) -> list[list[_Tensor]]:
+    """Parameters and buffers that are no experts', each once, with all its names."""
     experts = {
         id(skeleton.get_submodule(path).get_parameter(name))
         for _, path, projections in places_of(skeleton)
         for name in projections.parameters
     }
     wide = skeleton._keep_in_fp32_modules_strict or ()  # Transformers keeps these in float32 whatever the dtype
-    found = {id(t): (name, t) for name, t in (*skeleton.named_parameters(), *skeleton.named_buffers())}
-    return sum(
-        4 * tensor.numel() if any(re.search(rf"(^|\.){part}($|\.)", name) for part in wide) else tensor.nbytes
-        for key, (name, tensor) in found.items()
-        if key not in experts
-    )
+    found: dict[int, list[_Tensor]] = {}
+    for name, t in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()):
+        is_wide = any(re.search(rf"(^|\.){part}($|\.)", name) for part in wide)
+        size, dtype = (4 * t.numel(), torch.float32) if is_wide else (t.nbytes, t.dtype)
+        found.setdefault(id(t), []).append(_Tensor(name, size, dtype))
+    return [named for key, named in found.items() if key not in experts]
+
+
+def _rest_bytes(skeleton: Any) -> int:
+    return sum(named[0].nbytes for named in _rest(skeleton))
 
 
 def _take_projections(skeleton: Any, projections: str) -> int:

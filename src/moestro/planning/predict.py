@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 
 import torch
@@ -16,6 +17,7 @@ from moestro.memory import Residents, policy_named, visit_of
 from moestro.ops import native
 from moestro.ops.expert_mlp import costs, cpu, crossover
 from moestro.parallel import Placement
+from moestro.parallel.processes import threads_each
 from moestro.parallel.simulate import simulate
 from moestro.parallel.simulate_links import Mesh
 from moestro.parallel.simulate_traces import zipf_ids
@@ -151,7 +153,7 @@ def expert_seconds(model: Model, machine: Machine, spread: Spread, num_tokens: i
         assert own is not None
         if load[0]:
             part = _Part(own, *load, cached)
-            total += part.here(model.dtype, machine) if machine.is_here else part.by_rates(machine)
+            total += part.here(model.dtype, machine, choice.ranks) if machine.is_here else part.by_rates(machine)
     return total
 
 
@@ -168,7 +170,10 @@ class _Part:
         reading = self.experts * self.layer.size.expert_bytes / machine.read_rate
         return max(reading, 2 * self.pairs * self.layer.weights / machine.flops(self.layer.format))
 
-    def here(self, dtype: torch.dtype, machine: Machine) -> float:
+    def here(self, dtype: torch.dtype, machine: Machine, processes: int) -> float:
+        """In one of so many processes, which share threads and memory, and choose by nothing that is measured."""
+        threads = threads_each(OPERATION, processes)
+        rate = machine.read_rate / processes
         (n, h), (_, i) = self.layer.gate_up, self.layer.down
         work = costs.Work(
             experts=self.experts,
@@ -178,13 +183,13 @@ class _Part:
             nbytes=self.experts * self.layer.size.expert_bytes,
             cached=self.cached,
         )
-        chosen = engine = _costs("", dtype, self.layer.format, (h, i))
-        if crossover.decides(self.layer.size.expert_bytes):
-            plain = _costs(costs.PLAIN, dtype, self.layer.format, (h, i))
-            seconds = [work.seconds(*each, machine.read_rate) for each in (engine, plain)]
+        chosen = engine = _costs("", dtype, self.layer.format, (h, i), threads)
+        if processes == 1 and crossover.decides(self.layer.size.expert_bytes):
+            plain = _costs(costs.PLAIN, dtype, self.layer.format, (h, i), threads)
+            seconds = [work.seconds(*each, rate) for each in (engine, plain)]
             chosen = plain if seconds[1] < crossover.MARGIN * seconds[0] else engine
         # Between layers the next weights are not yet on their way: reading and multiplying overlap in part only.
-        return self.experts * chosen[0].call + math.hypot(work.products(*chosen), work.reading(machine.read_rate))
+        return self.experts * chosen[0].call + math.hypot(work.products(*chosen), work.reading(rate))
 
 
 def _are_cached(model: Model) -> bool:
@@ -194,16 +199,31 @@ def _are_cached(model: Model) -> bool:
     return size <= max(cache_bytes().values(), default=0)
 
 
-def _costs(way: str, dtype: torch.dtype, form: str, columns: tuple[int, int]) -> tuple[costs.Costs, costs.Costs]:
-    """At the columns of gate_up and of down; of the engine's best set, or of plain torch."""
+def _costs(
+    way: str, dtype: torch.dtype, form: str, columns: tuple[int, int], threads: int
+) -> tuple[costs.Costs, costs.Costs]:
+    """At the columns of gate_up and of down, with so many threads; of the engine's best set, or of plain torch."""
     bind: costs.Bind = crossover.bind_plain
     if not way:
         isa = _set(dtype, form)
         way, bind = f"cpu-{isa.name}", cpu.binder(isa)
-    threads = torch.get_num_threads()
     cases = (costs.Sample(dtype, form, "float", costs.columns_of(n), threads) for n in columns)
-    first, second = (costs.costs(way, bind, case) for case in cases)
+    with _threads(threads):
+        first, second = (costs.costs(way, bind, case) for case in cases)
     return first, second
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Inside, PyTorch has so many."""
+    before = torch.get_num_threads()
+    if count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
 
 
 @functools.cache
@@ -238,8 +258,10 @@ def communication(model: Model, machine: Machine, spread: Spread, num_tokens: in
     Ranks have the same tokens. "all-reduce" (`AllReduceDispatcher`) sums all outputs over the ranks, in float32.
     "all-to-all" (`SlicedDispatcher` of `AllToAllDispatcher`) sends each rank's slice of the tokens to the experts, and
     gathers the outputs; it needs whole experts. Counts, ids and weights that travel beside rows are left out.
+
+    Processes of this machine sum, as `moestro generate` has them.
     """
-    ranks = choice.ranks
+    ranks, swaps = choice.ranks, choice.tp == 1 and not machine.is_here
     if ranks == 1:
         return "none", 0.0
     rate, each = machine.link_bytes_per_second, machine.link_seconds
@@ -247,13 +269,21 @@ def communication(model: Model, machine: Machine, spread: Spread, num_tokens: in
     for index, layer in enumerate(model.layers):
         hidden = layer.gate_up[1]
         reduced += 2 * (ranks - 1) * (num_tokens * hidden * FLOAT32 / ranks / rate + each)
-        if choice.tp == 1:
+        if swaps:
             row = hidden * model.dtype.itemsize / rate
             swapped += _sent_rows(spread, *spread.alike(index, layer), num_tokens, ranks) * row + 2 * each
             swapped += (ranks - 1) * (-(-num_tokens // ranks) * row + each)
-    found = {"all-reduce": reduced} | ({"all-to-all": swapped} if choice.tp == 1 else {})
+    found = {"all-reduce": reduced} | ({"all-to-all": swapped} if swaps else {})
     name = min(found, key=lambda key: found[key])
     return name, found[name]
+
+
+def logits_seconds(model: Model, machine: Machine, num_sequences: int, ranks: int) -> float:
+    """In which processes of this machine take the logits of the first, in float32, from which a pass's tokens come."""
+    if ranks == 1 or not machine.is_here:
+        return 0.0
+    size = num_sequences * int(model.config.get_text_config().vocab_size) * FLOAT32
+    return math.ceil(math.log2(ranks)) * (size / machine.link_bytes_per_second + machine.link_seconds)
 
 
 def missed_bytes(model: Model, spread: Spread, load: Load, budget: int) -> tuple[float, float]:

@@ -73,7 +73,8 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
 def headline(plan: Plan) -> list[str]:
     """Model and machine, a line each."""
     model, machine, size = plan.model, plan.machine, plan.model.layers[0].size
-    devices = "" if machine.devices == 1 else f", {machine.devices} devices"
+    unit = "threads" if machine.is_here else "devices"
+    devices = "" if machine.devices == 1 else f", {machine.devices} {unit}"
     load = plan.best.load
     name = model.name if len(model.name) <= MOST_NAME else f"...{model.name[3 - MOST_NAME :]}"
     forms = " and ".join(dict.fromkeys(layer.format for layer in model.layers))
@@ -122,16 +123,24 @@ def memory_line(best: Candidate) -> str:
 def sentences(plan: Plan) -> Iterator[str]:
     """How to run the first, what its rate depends on, and what was left out."""
     best = plan.best
-    yield f"to run it: {command(plan.model, best, plan.projections)}"
+    yield f"to run it: {_threads(plan)}{command(plan.model, best, plan.projections)}"
+    if best.choice.ranks > 1 and best.load.batch > 1:
+        yield "sequences at once over ranks are for Python, moestro.load(..., device=mesh): moestro generate takes one"
     if best.block_size is not None:
         yield f"strategy: {best.strategy} for new tokens, blocks of {best.block_size} rows for prompts"
-    if best.choice.ranks > 1:
+    if best.choice.ranks > 1 and not plan.machine.is_here:
         others = "all-to-all, by ep_implementation of Transformers; moestro generate has all-reduce"
         yield f"dispatcher: {others if best.dispatcher == 'all-to-all' else best.dispatcher}"
     if plan.assumptions:
         (text, change), *_ = plan.assumptions
         yield f"what matters most: {text} changes the rate by {change:+.0%}"
     yield from plan.notes
+
+
+def _threads(plan: Plan) -> str:
+    """What gives each process of this machine its share of the threads; torchrun gives each one."""
+    each = plan.machine.devices // plan.best.choice.ranks
+    return f"OMP_NUM_THREADS={each} " if plan.machine.is_here and plan.best.choice.ranks > 1 and each > 1 else ""
 
 
 def command(model: Model, best: Candidate, projections: str) -> str:

@@ -27,9 +27,12 @@ from moestro.hf.attention import serve_attention
 from moestro.hf.dense import serve_projections
 from moestro.hf.serving import find
 from moestro.hf.sources import empty_model
+from moestro.hf.text_model import quiet_transformers
 from moestro.memory.amounts import shown_bytes
 from moestro.ops import measured
-from moestro.planning.model import OPERATION, Model, without_experts
+from moestro.parallel import Peers
+from moestro.parallel.processes import ask, everyone, threads_each
+from moestro.planning.model import OPERATION, Model, read_model, without_experts
 from moestro.profiling.parts import other_parts
 
 LAYERS = 3
@@ -41,7 +44,9 @@ STEPS = 8
 ROUNDS = 2
 _GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 SHARE = 0.5
-"""Of the free memory, that a sample may take."""
+"""Of the free memory, that a sample may take, or those of several processes together."""
+RANK = "moestro.planning.sample:rank"
+"""What each of several processes calls."""
 
 _NUMBER = re.compile(r"^(.*?)\.(\d+)\.")
 
@@ -86,30 +91,58 @@ class Rest:
 Say = Callable[[str, int, int], object]
 
 
-def rest_of(model: Model, load: Load, projections: str, say: Say = lambda text, done, total: None) -> tuple[Rest, Rest]:
+def rest_of(
+    model: Model, load: Load, projections: str, say: Say = lambda text, done, total: None, processes: int = 1
+) -> tuple[Rest, Rest]:
     """Seconds of the prompt's pass and of one of decoding, measured once and kept.
 
+    With several processes, which share the threads, all run it at once, and the slowest counts.
+
     Raises:
+        InvalidInputError: more processes than threads.
         UnsupportedError: a sample that takes more than half of the free memory, or a model whose layers are not found.
     """
     config = hashlib.blake2b(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode(), digest_size=8)
-    what = f"{load.batch} of {load.prompt_tokens} tokens, {projections}, {torch.get_num_threads()} threads"
+    threads = threads_each(OPERATION, processes)
+    what = f"{load.batch} of {load.prompt_tokens} tokens, {projections}, {threads} threads"
+    what += f" in each of {processes} processes" if processes > 1 else ""
     dtype = str(model.dtype).removeprefix("torch.")
     name = f"beside the experts of {model.config.model_type} {config.hexdigest()}: {dtype}, {what}"
 
     def measure() -> list[float]:
-        return [seconds for rest in _measured(model, load, projections, say) for seconds in astuple(rest)]
+        if processes == 1:
+            return _numbers(_measured(model, load, projections, say))
+        say(f"timing some layers in {processes} processes", 0, 1)
+        asked = {"folder": model.folder, "load": astuple(load), "projections": projections, "threads": threads}
+        all_ranks = ask(OPERATION, RANK, processes, asked)
+        return [*max((found[:3] for found in all_ranks), key=sum), *max((found[3:] for found in all_ranks), key=sum)]
 
     found = measured.kept(name, measure, lambda numbers: len(numbers) == 6 and min(numbers) >= 0)
     return Rest(*found[:3]), Rest(*found[3:])
 
 
-def _measured(model: Model, load: Load, projections: str, say: Say) -> tuple[Rest, Rest]:
+def _numbers(passes: Sequence[Rest]) -> list[float]:
+    return [seconds for rest in passes for seconds in astuple(rest)]
+
+
+def rank(asked: dict[str, Any]) -> list[float]:
+    """On each of several processes that run a model at once: its own seconds."""
+    torch.set_num_threads(asked["threads"])
+    projections, peers = asked["projections"], everyone()
+    with quiet_transformers():
+        return _numbers(
+            _measured(read_model(asked["folder"], projections), Load(*asked["load"]), projections, peers=peers)
+        )
+
+
+def _measured(
+    model: Model, load: Load, projections: str, say: Say = lambda text, done, total: None, peers: Peers | None = None
+) -> tuple[Rest, Rest]:
     skeleton = empty_model(model.config)
     kinds = _kinds(skeleton)
     positions = [(position, kind) for kind, of_kind in enumerate(kinds) for position in _few(skeleton, of_kind)]
     say("timing some layers", 0, 1)
-    passes = _run(model, [position for position, _ in sorted(positions)], load, projections)
+    passes = _run(model, [position for position, _ in sorted(positions)], load, projections, peers)
     sampled = [kind for _, kind in sorted(positions)]
     found = []
     for phase in passes:
@@ -167,20 +200,28 @@ class _Pass:
     outside: Rest
 
 
-def _run(model: Model, positions: Sequence[int], load: Load, projections: str) -> tuple[list[_Pass], list[_Pass]]:
-    """Passes of prompts, and of decoding, of a model with some of the layers."""
-    made = _made(model, positions)
+def _run(
+    model: Model, positions: Sequence[int], load: Load, projections: str, peers: Peers | None
+) -> tuple[list[_Pass], list[_Pass]]:
+    """Passes of prompts, and of decoding, of a model with some of the layers; all peers begin together."""
+    made = _made(model, positions, SHARE / (1 if peers is None else peers.size))
     serve_projections(made, projections)
     serve_attention(made)
     made.eval()
     ids = torch.ones((load.batch, load.prompt_tokens), dtype=torch.int64)
     _generated(made, ids, 2)
-    rounds = [_generated(made, ids, STEPS + 1) for _ in range(ROUNDS)]
+    rounds = []
+    for _ in range(ROUNDS):
+        if peers is not None:
+            peers.barrier(OPERATION)
+        rounds.append(_generated(made, ids, STEPS + 1))
+    if peers is not None:
+        peers.barrier(OPERATION)
     return [found[0] for found in rounds], [one for found in rounds for one in found[2:]]
 
 
-def _made(model: Model, positions: Sequence[int]) -> Any:
-    """Some layers of a model, and all around them, in memory."""
+def _made(model: Model, positions: Sequence[int], share: float = SHARE) -> Any:
+    """Some layers of a model, and all around them, in memory, of which they may take that share of what is free."""
     skeleton = empty_model(copy.deepcopy(model.config))
     without_experts(skeleton)
     name, blocks = _blocks_of(skeleton)
@@ -195,21 +236,21 @@ def _made(model: Model, positions: Sequence[int]) -> Any:
     text.num_hidden_layers = len(positions)
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[position] for position in positions]
-    _fill(skeleton)
+    _fill(skeleton, share)
     return skeleton
 
 
-def _fill(skeleton: Any) -> None:
+def _fill(skeleton: Any, share: float) -> None:
     """Give all parameters but those of experts memory, and numbers that keep outputs finite."""
     experts = {id(p) for layer in _find_again(skeleton) for p in layer.parameters()}
     looked_up = {id(m.weight) for m in skeleton.modules() if isinstance(m, nn.Embedding)}
     wanted = {id(p): p for p in skeleton.parameters() if id(p) not in experts}
     needed, free = sum(p.nbytes for p in wanted.values()), machine.available_bytes()
-    if needed > SHARE * free:
+    if needed > share * free:
         raise unsupported(
             OPERATION,
             got=f"a model of which some layers and the head take {shown_bytes(needed)}, to be timed here",
-            needs=f"at most half of the {shown_bytes(free)} that are free",
+            needs=f"at most {shown_bytes(int(share * free))} of the {shown_bytes(free)} that are free",
             fix="Describe the machine in a file: moestro plan MODEL --machine FILE.toml.",
         )
     made: dict[int, nn.Parameter] = {}

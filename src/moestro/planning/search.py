@@ -18,6 +18,7 @@ from moestro.planning.predict import (
     communication,
     described_rest,
     expert_seconds,
+    logits_seconds,
     missed_bytes,
     strategies,
     times_of,
@@ -32,11 +33,13 @@ WORKSPACE = 32
 """Numbers in float32 of a token of a prompt, for each hidden unit, that the pass holds at its peak: as seen, about."""
 PROCESS = 30_000_000
 """Bytes that a process here holds once it has run, beside all that is counted: as seen, about."""
+FURTHER = 8_000_000
+"""Likewise each further one of several, which share the pages of code."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one device holds, and what stays on the disk.
+    """Bytes that one device holds, or all processes of this machine together, and what stays on the disk.
 
     Attributes:
         experts: or the slots that some of them share.
@@ -184,41 +187,56 @@ class Search:
         passes = []
         for tokens, rest, missed in zip(
             (load.batch * load.prompt_tokens, load.batch),
-            self.rest(load, machine),
+            self.rest(load, machine, choice.ranks),
             self._missed(choice, load) if choice.memory is not None else (0.0, 0.0),
             strict=True,
         ):
             dispatcher, sent = communication(model, machine, self.asked.spread, tokens, choice)
             experts = expert_seconds(model, machine, self.asked.spread, tokens, choice)
+            sent += logits_seconds(model, machine, load.batch, choice.ranks)
             waited = missed / machine.disk_bytes_per_second if missed else 0.0
             passes.append((times_of(rest, experts=experts, communication=sent, misses=waited), dispatcher))
         (prompt, _), (decode, dispatcher) = passes
         need = self.need(choice, load)
         return Candidate(choice, load, model.bits, need, dispatcher, strategy, block, prompt, decode)
 
-    def rest(self, load: Load, machine: Machine) -> tuple[Rest, Rest]:
+    def rest(self, load: Load, machine: Machine, ranks: int) -> tuple[Rest, Rest]:
         """Seconds beside the experts, of both passes."""
         if machine.is_here:
-            return self._rest(load)
+            return self._rest(load, ranks)
         return described_rest(self.model, machine, self._counts(load))
 
     def need(self, choice: Choice, load: Load) -> Need:
         """Bytes by tier."""
         model = self._stored_as(choice.format)
         whole = total_bytes(model.sizes)
+        if self.machine.is_here and choice.ranks > 1:
+            return self._need_of_processes(whole, choice.ranks, load)
         layers = [layer.cut(choice.tp) or layer for layer in model.layers]
         own = sum(-(-layer.size.experts // choice.ep) * layer.size.expert_bytes for layer in layers)
         # A model without a budget is mapped: of an embedding the pages of its tokens' rows are in memory.
         mapped = self.machine.is_here and choice.memory is None
-        workspace = 4 * WORKSPACE * load.batch * load.prompt_tokens * model.layers[0].gate_up[1]
-        workspace += PROCESS if self.machine.is_here else 0
         return Need(
             experts=own if choice.memory is None else _slots_bytes(model, choice.memory),
             rest=model.rest_bytes - (model.looked_up_bytes if mapped else 0),
             cache=self._counts(load)[-1].cache_bytes,
-            workspace=workspace,
+            workspace=self._workspace(load),
             disk=0 if choice.memory is None else whole,
         )
+
+    def _need_of_processes(self, experts: int, count: int, load: Load) -> Need:
+        """Of all together: each expert is in one of them, and pages of files that all of them read are there once."""
+        model = self.model
+        return Need(
+            experts=experts,
+            rest=model.rest_bytes - model.looked_up_bytes + (count - 1) * model.copied_bytes,
+            cache=count * self._counts(load)[-1].cache_bytes,
+            workspace=count * self._workspace(load) - (count - 1) * (PROCESS - FURTHER),
+        )
+
+    def _workspace(self, load: Load) -> int:
+        size = 4 * WORKSPACE * load.batch * load.prompt_tokens * self.model.layers[0].gate_up[1]
+        return size + (PROCESS if self.machine.is_here else 0)
 
     def _formats(self) -> Iterator[str | None]:
         asked, seen = self.asked.formats, set()
@@ -238,7 +256,9 @@ class Search:
     def _choices(self, form: str | None, load: Load) -> Iterator[Choice]:
         """Those that fit, of one format; the rest is noted."""
         model = self._stored_as(form)
-        for choice in _degrees(form, self.asked.devices, min(size.experts for size in model.sizes)):
+        # Processes of this machine have whole experts: slices of them are copies, which are not mapped.
+        degrees = _degrees(form, self.asked.devices, min(size.experts for size in model.sizes))
+        for choice in (each for each in degrees if each.tp == 1 or not self.machine.is_here):
             if any(layer.cut(choice.tp) is None for layer in model.layers):
                 self._note(f"{form or 'as stored'} is not cut into {choice.tp} slices: it has fewer groups of weights")
                 continue
@@ -259,8 +279,8 @@ class Search:
         if text not in self.notes:
             self.notes.append(text)
 
-    def _measure_rest(self, load: Load) -> tuple[Rest, Rest]:
-        return rest_of(self.model, load, self.asked.projections, self.say)
+    def _measure_rest(self, load: Load, ranks: int) -> tuple[Rest, Rest]:
+        return rest_of(self.model, load, self.asked.projections, self.say, ranks)
 
     def _count(self, load: Load) -> list[Counts]:
         return count(self.model, load.batch, (load.prompt_tokens, 1, max(load.new_tokens - 1, 1)))
@@ -293,11 +313,12 @@ def refuse(search: Search) -> MoestroError:
     """The error where nothing fits: it says which choice lacks least, and how much."""
     name, lacks = min(search.lacking.items(), key=lambda each: each[1])
     machine = search.machine
+    more = machine.devices > search.asked.devices and not machine.is_here  # where they share the memory
     return invalid_input(
         OPERATION,
         got=f"{search.model.name}, of which nothing fits: {name} lacks {lacks:,} bytes ({shown_bytes(lacks)})",
         needs=f"room in the {shown_bytes(machine.memory)} of {machine.name}"
-        + (f", or some of its {machine.devices} devices" if machine.devices > search.asked.devices else ""),
+        + (f", or some of its {machine.devices} devices" if more else ""),
         fix="Take a format of fewer bits, more devices, shorter or fewer sequences; or read experts from a disk.",
     )
 
