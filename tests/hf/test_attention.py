@@ -10,15 +10,17 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import moestro
 import zoo
 from architectures import relative_error
 from hf.models import built
-from moestro.hf.attention import FUSED, NAME_READERS, SINK_FAMILIES, STEPS, attend
+from moestro.hf.attention import FUSED, NAME_READERS, SINK_FAMILIES, STEPS, _is_step, attend, attend_steps
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
 from moestro.ops.dispatch import observed
+from tolerances import assert_close
 
 LENGTH = 300
 """Tokens of a prompt: more than any tiny model's window."""
@@ -172,6 +174,42 @@ def test_models_that_read_the_name_keep_it():
         model = built(name)
         before = model.config._attn_implementation
         assert moestro.accelerate(model).config._attn_implementation == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_of_steps_mean_what_sdpa_makes_of_them(dtype):
+    """A boolean one that shows nothing gives zeros; others than it takes, or that do not fit, are its to judge."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, length, 8).to(dtype) for heads, length in ((4, 1), (2, 9), (2, 9)))
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    seen = torch.rand(2, 1, 1, 9) > 0.3
+    seen[0] = False
+    with torch.no_grad():
+        assert _is_step(query, key, value, seen)
+        assert not _is_step(query, key, value, torch.rand(2, 1, 2, 9) > 0.3)
+        for mask, values in ((seen, value), (seen[:1], value), (None, value[:1])):
+            wanted = sdpa_attention_forward(module, query, key, values, mask)[0]
+            assert_close(attend_steps(module, query, key, values, mask)[0], wanted)
+        for mask in (seen.long(), seen.byte(), seen.double()):
+            with pytest.raises(RuntimeError, match="attn_mask dtype"):
+                attend_steps(module, query, key, value, mask)
+
+
+def test_continuous_batching_of_text_beside_other_parts_refuses_at_once():
+    text = built("qwen3_vl_moe").config
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "deepstack_visual_indexes": [0]}
+    vision["out_hidden_size"] = text.hidden_size
+    config = transformers.Qwen3VLMoeConfig(text_config=text.to_dict(), vision_config=vision)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    model.set_attn_implementation("sdpa")
+    moestro.accelerate(model)
+    names = [c._attn_implementation for c in (model.config, model.config.text_config, model.config.vision_config)]
+    assert names == [STEPS, STEPS, "sdpa"]
+    with pytest.raises(ValueError, match="not supported for continuous batching"):
+        model.generate_batch([[3, 4, 5]], progress_bar=False)
+    model.set_attn_implementation("sdpa")
+    assert {c._attn_implementation for c in (model.config, model.config.text_config)} == {"sdpa"}
 
 
 def test_a_saved_model_does_not_name_it(tmp_path):

@@ -128,6 +128,34 @@ def test_what_is_not_finite_stays_where_it_is(isa):
         assert_close(attention(query, value, value, 0.3, mask), value[:, :, CHUNK + 3].repeat_interleave(3, 1))
 
 
+@pytest.mark.parametrize("implementation", [i.name for i in ATTENTION.implementations])
+def test_where_nothing_is_seen_there_are_zeros(implementation):
+    """Also the gradients of it; with a sink it takes all, unless it is -inf too."""
+    isa = next((isa for isa in ENGINES if implementation == f"cpu-{isa.name}"), None)
+    if implementation.startswith("cpu-") and isa is None:
+        pytest.skip("does not run here")
+    query, key, value, mask = problem(dtypes(isa)[-1] if isa else torch.float32, num_keys=CHUNK + 4)
+    mask[0] = -torch.inf
+    with moestro.use(implementation=implementation):
+        for sinks in (None, torch.full((6,), -torch.inf), torch.zeros(6)):
+            found = attention(query, key, value, 0.3, mask, sinks)
+            assert not found[0].any()
+            assert_close(found[1:], attention(query[1:], key[1:], value[1:], 0.3, mask[1:], sinks))
+        if not implementation.startswith("cpu-"):
+            attention(query.requires_grad_(), key, value, 0.3, mask).sum().backward()
+            assert not query.grad[0].any()
+            assert query.grad[1].isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_logits_beyond_float16(implementation):
+    query, key, value, _ = problem(torch.float16, columns=64)
+    query, key = query * 60, key * 400
+    with moestro.use(implementation=implementation):
+        found = attention(query, key, value, 1e-3)
+    assert_close(found, reference.attention(*(t.double() for t in (query, key, value)), 1e-3, None, None).half())
+
+
 @every_engine
 def test_no_sequence(isa):
     query, key, value, mask = problem(dtypes(isa)[-1], batch=0)

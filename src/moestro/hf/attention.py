@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -45,7 +45,8 @@ def serve_attention(model: nn.Module) -> None:
 
     `model.config._attn_implementation` then is "moestro_steps" where it was "sdpa", and "moestro_fused" of models with
     sinks where it was "eager"; `model.set_attn_implementation` takes it back. A configuration with output_attentions,
-    and one whose name the model's code reads, is left alone.
+    and one whose name the model's code reads, is left alone. One around that of the text has its name too, and parts
+    beside the text keep theirs: continuous batching looks for "sdpa" in both, and is to refuse before it starts.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -57,6 +58,11 @@ def serve_attention(model: nn.Module) -> None:
                 config._attn_implementation = FUSED
         elif family not in NAME_READERS and config._attn_implementation == "sdpa":
             config._attn_implementation = STEPS
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _family(module) not in ("", *NAME_READERS):
+            text = module.config.get_text_config(decoder=True)
+            if module.config._attn_implementation == "sdpa" and text._attn_implementation == STEPS:
+                module.config._attn_implementation_internal = STEPS
 
 
 def attend_steps(
@@ -89,15 +95,18 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sin
         return False
     if torch.is_autocast_enabled("cpu") or not query.dtype == key.dtype == value.dtype:
         return False
-    if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != key.shape[2]):
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return False
-    return key.shape[2] > 0 and query.shape[1] % key.shape[1] == 0 and key.shape[0] == query.shape[0]
+    batch, groups, num_keys = key.shape[:3]
+    if mask is not None and (tuple(mask.shape[1:]) != (1, 1, num_keys) or len(mask) not in (1, batch)):
+        return False
+    return num_keys > 0 and query.shape[1] % groups == 0 and batch == len(query) and key.shape[:3] == value.shape[:3]
 
 
 def _step(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    added = _added(mask, query.dtype)
+    added = _added(mask, query.dtype, -torch.inf)
     rows = None if added is None else added[:, 0, 0].expand(len(query), -1)
     return attention(query[:, :, 0], key, value, scale, rows, sinks).unsqueeze(1)
 
@@ -146,13 +155,14 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -
     return query.device.type == "cpu" and not wants_gradient and key.shape[-1] == value.shape[-1]
 
 
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _added(mask: Tensor | None, dtype: torch.dtype, unseen: float | None = None) -> Tensor | None:
     """A mask as numbers to add, of the dtype of queries: with others the kernel is wrong, or refuses."""
     if mask is None or mask.dtype == dtype:
         return mask
     if mask.dtype != torch.bool:
         return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    least = torch.finfo(dtype).min if unseen is None else unseen
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor | None:

@@ -40,7 +40,8 @@ def attention(
         sinks: [H], floats: one more logit of each head, whose share goes to no value; None for none.
 
     Returns:
-        [B, H, V] in the dtype of the query; logits and sums are in float32 at least. Differentiable.
+        [B, H, V] in the dtype of the query; logits and sums are in float32 at least. Zeros where a mask of -inf leaves
+        no logit of a head. Differentiable.
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit.

@@ -21,12 +21,12 @@ def _attend(
 ) -> Tensor:
     (batch, heads, columns), groups = query.shape, key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
-    logits = (query.view(batch, groups, heads // groups, columns) @ key.transpose(2, 3)).to(wide) * scale
+    logits = (query.to(wide) * scale).view(batch, groups, heads // groups, columns) @ key.to(wide).transpose(2, 3)
     if mask is not None:
         logits = logits + mask.to(wide)[:, None, None, :]
-    if sinks is None:
-        shares = torch.softmax(logits, -1)
-    else:
+    if sinks is not None:
         sink = sinks.to(wide).view(1, groups, heads // groups, 1).expand(batch, -1, -1, 1)
-        shares = torch.softmax(torch.cat([logits, sink], -1), -1)[..., : key.shape[2]]
+        logits = torch.cat([logits, sink], -1)
+    unseen = logits.amax(-1, keepdim=True) == -torch.inf
+    shares = torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)[..., : key.shape[2]]
     return (shares.to(value.dtype) @ value).reshape(batch, heads, value.shape[3])

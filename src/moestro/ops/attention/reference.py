@@ -27,5 +27,6 @@ def attention(
         logits = logits + mask.to(wide)[:, None, :]
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(wide)[None, :, None].expand(len(query), -1, 1)], -1)
-    shares = torch.softmax(logits, -1)[..., : key.shape[2]]
+    unseen = logits.amax(-1, keepdim=True) == -torch.inf
+    shares = torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)[..., : key.shape[2]]
     return (shares[..., None] * values).sum(2).to(query.dtype)
