@@ -56,9 +56,11 @@ private:
         float* logits = scratch().reserve(queries_ * (query_step_ + kChunk) + 4 * queries_ + kChunk + panel + 64);
         float* query = logits + queries_ * kChunk;
         float* room = query + queries_ * query_step_;
-        for (int64_t q = 0; q < queries_; ++q)
-            isa_.widen(at(call_.query, b, g * queries_ + q, 0), call_.dtype, call_.columns, call_.scale,
-                       query + q * query_step_);
+        for (int64_t q = 0; q < queries_; ++q) {
+            float* row = query + q * query_step_;
+            isa_.widen(at(call_.query, b, g * queries_ + q, 0), call_.dtype, call_.columns, call_.scale, row);
+            std::fill(row + call_.columns, row + query_step_, 0.0f);  // what meets the zeros beside a key
+        }
         multiply(b, g, first, n, query, logits, room);
         add_mask(b, first, n, logits, room);
         for (int64_t q = 0; q < queries_; ++q) {

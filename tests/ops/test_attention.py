@@ -157,6 +157,17 @@ def test_logits_beyond_float16(implementation):
 
 
 @every_engine
+def test_what_a_call_left_in_the_workspace_meets_nothing(isa):
+    """Rows of queries that fill no vector stand beside zeros, whatever stood there before."""
+    dtype = dtypes(isa)[-1]
+    torch.set_num_threads(1)
+    dirty, (query, key, value, _) = problem(dtype, columns=16), problem(dtype, columns=7)
+    with forced(isa):
+        assert attention(dirty[0] * torch.nan, *dirty[1:3], 0.3).isnan().all()
+        assert_close(attention(query, key, value, 0.3), reference.attention(query, key, value, 0.3, None, None), dtype)
+
+
+@every_engine
 def test_no_sequence(isa):
     query, key, value, mask = problem(dtypes(isa)[-1], batch=0)
     with forced(isa):
