@@ -17,6 +17,7 @@ SMALL = {
     "grouping": ((7, 5, 2, 4),),
     "expert_mlp": ((3, 24, 16, 6, 2),),
     "projection": ((3, 20, 24),),
+    "attention": ((2, 6, 2, 9, 8),),
 }
 
 
