@@ -107,7 +107,7 @@ def quick_interpreter() -> None:
 def frozen_heap() -> None:
     """A collection looks at what tests of this file have made, not at ten thousand tests and all that is imported.
 
-    It takes half a second with them, and tests, benchmarks and Python itself collect some thousand times.
+    It takes half a second with them, and tests, benchmarks and Python itself collect often.
     """
     gc.collect()
     gc.freeze()

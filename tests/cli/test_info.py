@@ -113,6 +113,13 @@ def test_a_long_name_leaves_room_for_values(monkeypatch: pytest.MonkeyPatch) -> 
     assert "prompt 3,000.0 ms, a step 3,000.0 ms" in text
 
 
+def test_links_are_no_costs_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "read", lambda: {"2 processes of 1 threads add up": [1.25e9, 4e-4]})
+    text = run().stdout
+    assert "1.25 GB/s, 400 us a message" in text
+    assert "a weight" not in text
+
+
 def test_text() -> None:
     text = run().stdout
     for part in (
