@@ -199,6 +199,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def busy_seconds(root: Path = _ROOT) -> float | None:
+    """Processor seconds that all programs, and the machine's host, have taken since it started; None if not told."""
+    words = _read(root / "proc/stat").partition("\n")[0].split()
+    if len(words) < 9 or words[0] != "cpu":
+        return None
+    ticks = [int(word) for word in words[1:9]]  # user, nice, system, idle, waiting, interrupts (two), stolen
+    return float(sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
 def describe() -> dict[str, Any]:
     """Processor, its features, threads, caches, memory and accelerators, in values that JSON can hold.
 

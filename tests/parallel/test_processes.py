@@ -110,7 +110,7 @@ def test_the_slowest_of_the_processes_counts(two_threads, monkeypatch):
     monkeypatch.setattr(sample, "ask", lambda *_: seen)
     read = sample.read_model(None)
     found = sample.rest_of(read, Load(1, 8, 4), "auto", processes=2)
-    assert found == (sample.Rest(3.0, 0, 0), sample.Rest(2.0, 2.0, 2.0))
+    assert found[:2] == (sample.Rest(3.0, 0, 0), sample.Rest(2.0, 2.0, 2.0))
     assert any("1 threads in each of 2 processes" in name for name in measured.read())
 
 

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from moestro import machine, settings
+
+T = TypeVar("T")
 
 FILE = "measured.json"
 LEAST_ROUNDS = 3
@@ -72,6 +74,22 @@ def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float
             call()
             best[index] = min(best[index], time.perf_counter() - begin)
     return best
+
+
+def taken_by_others(call: Callable[[], T]) -> tuple[T, float]:
+    """What a call returns, and the share of this process's cores that other programs took meanwhile; 0 if not told."""
+    began, before, own = time.perf_counter(), machine.busy_seconds(), _own_seconds()
+    result = call()
+    seconds, after = time.perf_counter() - began, machine.busy_seconds()
+    if before is None or after is None:
+        return result, 0.0
+    others = after - before - (_own_seconds() - own)
+    wanted, free = machine.cores(), (os.cpu_count() or 1) - others / seconds
+    return result, min(max(wanted - free, 0.0) / wanted, 1.0)
+
+
+def _own_seconds() -> float:
+    return sum(os.times()[:4])  # of this process, and of those that it started and that ended
 
 
 def _is_numbers(found: object) -> bool:

@@ -41,7 +41,11 @@ SMALL_BYTES = 16 << 20
 """Of one kind together, beside their experts: their time is that of caches, which few layers fit better than many."""
 STEPS = 8
 """Of decoding in a round; the first does not count."""
-ROUNDS = 2
+ROUNDS, MOST_ROUNDS = 2, 30
+ROUNDS_SECONDS = 1.0
+"""Of the rounds of one process together, at least: the machine's speed is not the same all the time."""
+BUSY = 0.1
+"""The share of the cores in the hands of other programs above which all is timed again the next time."""
 _GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 SHARE = 0.5
 """Of the free memory, that a sample may take, or those of several processes together."""
@@ -93,10 +97,11 @@ Say = Callable[[str, int, int], object]
 
 def rest_of(
     model: Model, load: Load, projections: str, say: Say = lambda text, done, total: None, processes: int = 1
-) -> tuple[Rest, Rest]:
-    """Seconds of the prompt's pass and of one of decoding, measured once and kept.
+) -> tuple[Rest, Rest, float]:
+    """Seconds of the prompt's pass and of one of decoding, and the share of the cores that others took meanwhile.
 
-    With several processes, which share the threads, all run it at once, and the slowest counts.
+    Measured once and kept, unless that share was above `BUSY`. With several processes, which share the threads, all run
+    it at once, and the slowest counts.
 
     Raises:
         InvalidInputError: more processes than threads.
@@ -110,6 +115,10 @@ def rest_of(
     name = f"beside the experts of {model.config.model_type} {config.hexdigest()}: {dtype}, {what}"
 
     def measure() -> list[float]:
+        numbers, taken = measured.taken_by_others(passes)
+        return [*numbers, taken]
+
+    def passes() -> list[float]:
         if processes == 1:
             return _numbers(_measured(model, load, projections, say))
         say(f"timing some layers in {processes} processes", 0, 1)
@@ -117,8 +126,8 @@ def rest_of(
         all_ranks = ask(OPERATION, RANK, processes, asked)
         return [*max((found[:3] for found in all_ranks), key=sum), *max((found[3:] for found in all_ranks), key=sum)]
 
-    found = measured.kept(name, measure, lambda numbers: len(numbers) == 6 and min(numbers) >= 0)
-    return Rest(*found[:3]), Rest(*found[3:])
+    found = measured.kept(name, measure, lambda found: len(found) == 7 and min(found) >= 0 and found[6] <= BUSY)
+    return Rest(*found[:3]), Rest(*found[3:6]), found[6]
 
 
 def _numbers(passes: Sequence[Rest]) -> list[float]:
@@ -210,14 +219,22 @@ def _run(
     made.eval()
     ids = torch.ones((load.batch, load.prompt_tokens), dtype=torch.int64)
     _generated(made, ids, 2)
-    rounds = []
-    for _ in range(ROUNDS):
+    rounds: list[list[_Pass]] = []
+    start = time.perf_counter()
+    while _goes_on(len(rounds), time.perf_counter() - start, peers):
         if peers is not None:
             peers.barrier(OPERATION)
         rounds.append(_generated(made, ids, STEPS + 1))
     if peers is not None:
         peers.barrier(OPERATION)
     return [found[0] for found in rounds], [one for found in rounds for one in found[2:]]
+
+
+def _goes_on(rounds: int, seconds: float, peers: Peers | None) -> bool:
+    """Whether another round is to be timed; peers have as many of them."""
+    if rounds < ROUNDS:
+        return True
+    return peers is None and seconds < ROUNDS_SECONDS and rounds < MOST_ROUNDS
 
 
 def _made(model: Model, positions: Sequence[int], share: float = SHARE) -> Any:

@@ -23,7 +23,7 @@ from moestro.planning.predict import (
     strategies,
     times_of,
 )
-from moestro.planning.sample import Load, Rest, Say, rest_of
+from moestro.planning.sample import BUSY, Load, Rest, Say, rest_of
 
 FORMATS = (None, "int8", "mxfp4")
 """Of experts, that are looked at where nobody says: as they are stored, and what 16 bits are often quantised to."""
@@ -31,7 +31,7 @@ WIDE = 12
 """Bits of a weight from which on experts are worth quantising."""
 WORKSPACE = 32
 """Numbers in float32 of a token of a prompt, for each hidden unit, that the pass holds at its peak: as seen, about."""
-PROCESS = 30_000_000
+PROCESS = 20_000_000
 """Bytes that a process here holds once it has run, beside all that is counted: as seen, about."""
 FURTHER = 8_000_000
 """Likewise each further one of several, which share the pages of code."""
@@ -280,7 +280,11 @@ class Search:
             self.notes.append(text)
 
     def _measure_rest(self, load: Load, ranks: int) -> tuple[Rest, Rest]:
-        return rest_of(self.model, load, self.asked.projections, self.say, ranks)
+        prompt, step, taken = rest_of(self.model, load, self.asked.projections, self.say, ranks)
+        if taken > BUSY:
+            when = "while layers were timed: plan again when they have ended"
+            self._note(f"other programs took {taken:.0%} of the processors {when}")
+        return prompt, step
 
     def _count(self, load: Load) -> list[Counts]:
         return count(self.model, load.batch, (load.prompt_tokens, 1, max(load.new_tokens - 1, 1)))

@@ -1,0 +1,52 @@
+"""How much of the processors other programs took while something was timed."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from moestro import machine
+from moestro.ops import measured
+
+
+@pytest.fixture
+def made_machine(monkeypatch):
+    """A call of 10 seconds on 4 of 8 processors, in which this process takes 20 processor seconds."""
+    state = SimpleNamespace(now=0.0, busy=100.0, own=5.0)
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: state.now)
+    monkeypatch.setattr(machine, "busy_seconds", lambda: state.busy)
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "times", lambda: (state.own / 2, 0.0, 0.0, state.own / 2, 0.0))
+    return state
+
+
+@pytest.mark.parametrize(("others", "share"), [(0.0, 0.0), (40.0, 0.0), (60.0, 0.5), (80.0, 1.0), (200.0, 1.0)])
+def test_what_others_leave_is_enough_or_not(made_machine, others, share):
+    """Of 8 processors for 10 seconds: 40 seconds are not asked for."""
+
+    def call():
+        made_machine.now += 10.0
+        made_machine.own += 20.0
+        made_machine.busy += 20.0 + others
+        return "result"
+
+    assert measured.taken_by_others(call) == ("result", pytest.approx(share))
+
+
+def test_a_system_that_does_not_tell(made_machine, monkeypatch):
+    monkeypatch.setattr(machine, "busy_seconds", lambda: None)
+    assert measured.taken_by_others(lambda: 7) == (7, 0.0)
+
+
+def test_busy_seconds(tmp_path):
+    """All but idle and waiting, in ticks of the system; guests are in what the user takes."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text("cpu  100 20 30 9000 800 4 5 6 70 80\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    assert machine.busy_seconds(tmp_path) == pytest.approx(165 / os.sysconf("SC_CLK_TCK"))
+    (tmp_path / "proc/stat").write_text("intr 1 2 3\n")
+    assert machine.busy_seconds(tmp_path) is None
+    assert machine.busy_seconds(tmp_path / "nowhere") is None
+    assert machine.busy_seconds() is None or machine.busy_seconds() > 0
