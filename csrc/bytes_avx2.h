@@ -65,6 +65,15 @@ inline void store_as_bytes(int8_t* p, I a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
 }
 
+#if defined(MOESTRO_VNNI_256)
+constexpr int kInt8Offset = 128;
+inline I int8_codes(I a) { return a ^ every_byte(0x80); }
+inline I dot4(I acc, I codes, I bytes) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.v) : "x"(codes.v), "x"(bytes.v));
+    return acc;
+}
+inline I dot4_int8(I acc, I codes, I bytes) { return dot4(acc, codes, bytes); }
+#else
 constexpr int kInt8Offset = 0;
 inline I int8_codes(I a) { return a; }
 inline I dot4(I acc, I codes, I bytes) {
@@ -75,5 +84,6 @@ inline I dot4(I acc, I codes, I bytes) {
 inline I dot4_int8(I acc, I codes, I bytes) {
     return dot4(acc, {_mm256_abs_epi8(codes.v)}, {_mm256_sign_epi8(bytes.v, codes.v)});
 }
+#endif
 
 }  // namespace MOESTRO_ISA

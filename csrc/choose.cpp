@@ -38,7 +38,7 @@ const Rule kRules[kNumKernels] = {
      [] {
          return std::string(
              "tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
-             "(avx512-vnni, avx512-bf16, amx, neon-dotprod)");
+             "(avx512-vnni, avx512-bf16, amx, avx2-vnni, neon-dotprod)");
      }},
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
      [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16)"); }},

@@ -8,6 +8,9 @@ extern const Isa kAmx, kAmxInt8, kAvx512Bf16;
 #if defined(__x86_64__)
 extern const Isa kAvx512Vnni, kAvx512, kAvx2;
 #endif
+#if defined(MOESTRO_AVX_VNNI)
+extern const Isa kAvx2Vnni;
+#endif
 #if defined(__aarch64__)
 extern const Isa kNeonDotprod, kNeon;
 #endif
@@ -18,7 +21,13 @@ const Isa* const kIsas[] = {
     &kAmx,         &kAmxInt8, &kAvx512Bf16,
 #endif
 #if defined(__x86_64__)
-    &kAvx512Vnni,  &kAvx512,  &kAvx2,
+    &kAvx512Vnni,  &kAvx512,
+#endif
+#if defined(MOESTRO_AVX_VNNI)
+    &kAvx2Vnni,
+#endif
+#if defined(__x86_64__)
+    &kAvx2,
 #endif
 #if defined(__aarch64__)
     &kNeonDotprod, &kNeon,

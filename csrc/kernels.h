@@ -59,8 +59,8 @@ template <Scale S> static void read_scales_of(const uint8_t* from, int64_t n, fl
         return store(to + 1, zero());
     }
     alignas(64) uint8_t padded[W * 4];
-    std::memset(padded, 127, sizeof padded);  // of no scale type a subnormal, which processors are slow to multiply
-    std::memcpy(padded, from + i * kSize, static_cast<size_t>((n - i) * kSize));
+    // 127: of no scale type a subnormal, which processors are slow to multiply.
+    copy_some(padded, from + i * kSize, (n - i) * kSize, 127);
     store(to + i, load_scales(S, padded) * set1(factor));
     store(to + n, zero());
 }
@@ -74,7 +74,7 @@ static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor
     }
     int64_t i = n + W;
     for (; i + W <= room; i += W) store(to + i, zero());
-    for (; i < room; ++i) to[i] = 0.0f;
+    if (i < room) store(to + room - W, zero());
 }
 static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) {
     int64_t i = 0;

@@ -87,6 +87,11 @@ inline I load_some_words(const uint8_t* p, int64_t n) {
     std::memcpy(padded, p, static_cast<size_t>(n));
     return load_words(padded);
 }
+// The first n bytes of 4 * W, `fill` behind them.
+inline void copy_some(uint8_t* to, const uint8_t* from, int64_t n, uint8_t fill) {
+    std::memset(to, fill, 4 * W);
+    std::memcpy(to, from, static_cast<size_t>(n));
+}
 struct E2m1 {
     __m256 magnitudes;
 };

@@ -103,6 +103,11 @@ inline F load_u8(const uint8_t* p) {
 inline I load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 // The first n bytes, zeros behind them.
 inline I load_some_words(const uint8_t* p, int64_t n) { return {_mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p)}; }
+// The first n bytes of 4 * W, `fill` behind them.
+inline void copy_some(uint8_t* to, const uint8_t* from, int64_t n, uint8_t fill) {
+    const __m512i filled = _mm512_set1_epi8(static_cast<char>(fill));
+    _mm512_storeu_si512(to, _mm512_mask_loadu_epi8(filled, (__mmask64{1} << n) - 1, from));
+}
 struct Nibbles {
     __m512 table;
 };

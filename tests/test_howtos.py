@@ -28,7 +28,7 @@ FILES: dict[str, list[list[str]]] = {
     "add-a-dispatcher": [["slices.py"]],
     "add-an-op": [["src/moestro/ops/topk/by_hand.py", "src/moestro/ops/topk/__init__.py"]],
     "add-an-instruction-set": [
-        ["csrc/bytes_avx2.h", "csrc/isa/avx2_vnni.cpp", "csrc/isas.cpp", "CMakeLists.txt"],
+        ["csrc/bytes_avx2.h", "csrc/isa/vnni_256.cpp", "csrc/isas.cpp", "CMakeLists.txt"],
     ],
     "add-a-format": [
         ["src/moestro/formats/fp4.py"],

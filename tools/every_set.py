@@ -63,7 +63,8 @@ MASKS: dict[str, dict[str, str]] = {
     "avx512-bf16": {settings.MASK_VARIABLE: "amx_tile", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512-vnni": {settings.MASK_VARIABLE: "amx_tile avx512_bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512": {settings.MASK_VARIABLE: "amx_tile avx512_vnni avx512_bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-    "avx2": {settings.MASK_VARIABLE: "avx512f", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "avx2-vnni": {settings.MASK_VARIABLE: "avx512f", "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "ATEN_CPU_CAPABILITY": "avx2"},
+    "avx2": {settings.MASK_VARIABLE: "avx512f avx_vnni", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     # PyTorch's own compiler writes code that does not compile below AVX2.
     "portable": {settings.MASK_VARIABLE: "avx512f avx2", "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "avx2"},
 }

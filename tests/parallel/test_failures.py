@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from moestro.errors import InvalidInputError
+from moestro.errors import CollectiveError, InvalidInputError, no_answer
 from moestro.parallel import Placement, make_mesh
+from moestro.parallel.guard import Peers
 from parallel import cases, failing
 from parallel.cases import Layer
 
@@ -238,3 +239,39 @@ def test_a_device_with_a_number():
 
 def test_the_default_placement_is_in_order():
     assert Placement.contiguous(5, 2).experts == ((0, 1, 2), (3, 4))
+
+
+class Alone(Peers):
+    """A group whose collectives a test makes up."""
+
+    waits = True
+
+    def __init__(self):
+        self._failed, self.timeout = "", 5.0
+
+    def _another_failed(self):
+        return False
+
+    def _broken(self, operation, where, error):
+        return no_answer(f"{operation}, {where}", got=str(error), needs="an end", fix="None.")
+
+
+@pytest.mark.parametrize("failure", [None, "gone"])
+def test_what_ends_while_its_wait_gives_up_has_ended(failure):
+    """A wait may be over before the collective is, which is over before it is asked whether it is."""
+
+    class Work:
+        def wait(self, timeout=None):
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+            if failure is not None:
+                raise RuntimeError(failure)
+
+        def is_completed(self):
+            return True
+
+    if failure is None:
+        assert Alone()._run(Work, "barrier", "plan") is None
+    else:
+        with pytest.raises(CollectiveError, match="got gone"):
+            Alone()._run(Work, "barrier", "plan")

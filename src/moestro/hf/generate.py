@@ -16,6 +16,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from moestro.errors import InvalidInputError, invalid_input
+from moestro.hf.cache import appending_cache
 from moestro.hf.models import first_sentence
 from moestro.hf.sharding import batch_of
 from moestro.hf.text_model import TextModel
@@ -172,6 +173,7 @@ def generate(
             streamer=streamer,
             stopping_criteria=stopping,
             logits_processor=processors,
+            **appending_cache(text_model.model, config),
         )
     return _generation(streamer, ids, config, (prompt_tokens, start), (prompt_ran, new_ran))
 

@@ -25,6 +25,7 @@ from moestro.bench.model import OPERATION
 from moestro.checkpoint import open_checkpoint
 from moestro.errors import MoestroError, invalid_input
 from moestro.hf import load, served
+from moestro.hf.cache import appending_cache
 from moestro.hf.generate import same_tokens
 from moestro.hf.models import find_model, read_config
 from moestro.hf.sources import model_class
@@ -183,6 +184,7 @@ def generate(
     # Without an end: to ask for a least number has every step look for tokens to forbid, in all of the vocabulary.
     counts = {"max_new_tokens": new_tokens, "eos_token_id": None}
     told = {"streamer": clock, "logits_processor": same_tokens(model)}
+    told |= appending_cache(model, model.generation_config)
     model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **told, **counts)
     return clock.times
 

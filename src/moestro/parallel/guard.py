@@ -277,11 +277,8 @@ class Peers:
         except RuntimeError as error:
             raise self._broken(operation, where, error) from error
         if not self.waits:
-            try:
-                work.wait()
-                return
-            except RuntimeError as error:
-                raise self._broken(operation, where, error) from error
+            self._end(work, operation, where)
+            return
         until = began + self.timeout
         while True:
             left = until - time.monotonic()
@@ -289,10 +286,20 @@ class Peers:
                 work.wait(timedelta(seconds=max(min(POLL, left), 0.001)))
                 return
             except RuntimeError as error:
-                if work.is_completed() or left <= 0 or self._another_failed():
+                if work.is_completed():  # perhaps since that wait gave up: the next one does not wait
+                    self._end(work, operation, where)
+                    return
+                if left <= 0 or self._another_failed():
                     raise self._broken(operation, where, error) from error
                 if self._another_asks():
                     until = min(until, time.monotonic() + min(ASKED, self.timeout / 4))
+
+    def _end(self, work: Any, operation: str, where: str) -> None:
+        """Wait for what has ended already, or will end by itself."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(operation, where, error) from error
 
     def _another_asks(self) -> bool:
         """Whether a rank has come to an agreement that this one has not: it is behind this collective, or astray."""

@@ -24,6 +24,7 @@ from torch import nn
 from moestro import machine
 from moestro.errors import unsupported
 from moestro.hf.attention import serve_attention
+from moestro.hf.cache import appending_cache
 from moestro.hf.dense import serve_projections
 from moestro.hf.serving import find
 from moestro.hf.sources import empty_model
@@ -349,6 +350,7 @@ def _generated(made: Any, ids: torch.Tensor, new_tokens: int) -> list[_Pass]:
             stack.callback(module.register_forward_pre_hook(partial(clock.enter, stage, block)).remove)
             stack.callback(module.register_forward_hook(partial(clock.leave, stage)).remove)
         mask = torch.ones_like(ids)
-        made.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **_GREEDY)
+        kept = appending_cache(made, made.generation_config)
+        made.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **_GREEDY, **kept)
         clock.starts.append(time.perf_counter())
     return clock.passes()

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-_SPARE = 256
-"""Tokens that fit in beside those that made the memory grow."""
+from moestro.hf.cache import SPARE, grown
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -47,8 +46,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
         start, self.length = self.length, self.length + key_states.shape[-2]
         if self.length > self.keys.shape[-2]:
-            capacity = min(max(self.length + _SPARE, start + start // 2), self.limit)
-            self.keys, self.values = _grown(self.keys, start, capacity), _grown(self.values, start, capacity)
+            capacity = min(max(self.length + SPARE, start + start // 2), self.limit)
+            self.keys, self.values = grown(self.keys, start, capacity), grown(self.values, start, capacity)
         self.keys[..., start : self.length, :] = key_states
         self.values[..., start : self.length, :] = value_states
         seen = slice(self._offset(start), self.length)
@@ -70,12 +69,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def _offset(self, length: int) -> int:
         return 0 if self.window is None else max(0, length - self.window + 1)
-
-
-def _grown(states: Tensor, used: int, capacity: int) -> Tensor:
-    grown = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
-    grown[..., :used, :] = states[..., :used, :]
-    return grown
 
 
 class RequestCache(Cache):  # type: ignore[misc]

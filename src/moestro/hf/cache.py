@@ -1,0 +1,70 @@
+"""Keys and values in memory that has room for more: a token is written behind those before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
+
+SPARE = 256
+"""Tokens for which there is room beside those that made the memory grow."""
+
+
+class AppendingLayer(DynamicLayer):
+    """A layer's keys and values as Transformers' own layer has them, which copies all of them for each new token.
+
+    `keys` and `values` [B, heads, tokens, head_dim] are the first tokens of memory that grows by half when it is full.
+    What is put in their place, as a beam search does, is copied once. For inference: no gradient goes through a copy.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens; the result is all that these attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+            self._memory = self.keys, self.values
+        key_memory, value_memory = self._memory
+        self.keys, key_memory = _appended(key_memory, self.keys, key_states)
+        self.values, value_memory = _appended(value_memory, self.values, value_states)
+        self._memory = key_memory, value_memory
+        return self.keys, self.values
+
+
+def grown(states: Tensor, used: int, capacity: int) -> Tensor:
+    """Memory for so many tokens, of which the first come from states [..., tokens, columns]."""
+    memory = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
+    memory[..., :used, :] = states[..., :used, :]
+    return memory
+
+
+def _appended(memory: Tensor, states: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """States with new ones behind them, and the memory that both lie in: where the states lie at the beginning of it,
+    and there is room, that which is given."""
+    used = states.shape[-2]
+    length = used + new.shape[-2]
+    begins = states.data_ptr() == memory.data_ptr() and states.shape[:-2] == memory.shape[:-2]
+    if not begins or length > memory.shape[-2]:
+        memory = grown(states, used, max(length + SPARE, used + used // 2))
+    memory[..., used:length, :] = new
+    return memory[..., :length, :], memory
+
+
+def appending_cache(model: Any, config: GenerationConfig) -> dict[str, Any]:
+    """The arguments of a generation by this configuration that have its keys and values appended in place.
+
+    Empty where Transformers would not make its usual cache for the model, or no layer of it attends to all tokens:
+    those that attend to a window hold few, and linear ones none.
+    """
+    usual = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
+    other = getattr(model.config, "is_encoder_decoder", False) or "mamba" in type(model).__name__.lower()
+    if other or not usual or not model._supports_default_dynamic_cache():
+        return {}
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    for number in whole:
+        cache.layers[number] = AppendingLayer()
+    return {"past_key_values": cache} if whole else {}

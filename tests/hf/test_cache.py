@@ -1,0 +1,107 @@
+"""Keys and values that are appended in place, against Transformers' own cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf.checkpoints import Checkpoints
+from moestro.hf import load
+from moestro.hf.cache import SPARE, AppendingLayer, appending_cache
+
+STEPS = st.one_of(
+    st.tuples(st.just("append"), st.sampled_from([1, 1, 2, SPARE - 1, SPARE, SPARE + 1])),
+    st.tuples(st.just("crop"), st.integers(1, 5)),
+    st.tuples(st.just("select"), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
+    st.tuples(st.just("repeat"), st.just(2)),
+    st.tuples(st.just("reset"), st.none()),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+def states(batch, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 2, length, 4, generator=generator), torch.randn(batch, 2, length, 3, generator=generator)
+
+
+@given(st.lists(STEPS, min_size=1, max_size=8))
+def test_a_layer_is_what_transformers_own_is(steps):
+    """After anything that a generation does with a layer."""
+    ours, theirs, batch = AppendingLayer(), DynamicLayer(), 2
+    for seed, (what, value) in enumerate((("append", 3), *steps)):
+        length = theirs.get_seq_length()
+        if what == "append":
+            given_states = states(batch, value, seed)
+            for found, expected in zip(ours.update(*given_states), theirs.update(*given_states), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        elif what == "reset":
+            ours.reset(), theirs.reset()
+        elif length > 5 and what == "crop":
+            ours.crop(-value), theirs.crop(-value)
+        elif length and what == "select":
+            ours.batch_select_indices(torch.tensor(value)), theirs.batch_select_indices(torch.tensor(value))
+            batch = 2
+        elif length and what == "repeat" and batch < 8:
+            ours.batch_repeat_interleave(value), theirs.batch_repeat_interleave(value)
+            batch *= value
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+
+
+def test_a_token_is_written_behind_those_before_it():
+    layer = AppendingLayer()
+    keys, values = layer.update(*states(1, 5, 0))
+    for seed in range(1, SPARE + 1):
+        layer.update(*states(1, 1, seed))
+    assert (layer.keys.data_ptr(), layer.values.data_ptr()) == (keys.data_ptr(), values.data_ptr())
+    layer.update(*states(1, 1, 0))
+    assert layer.keys.data_ptr() != keys.data_ptr()
+    assert keys.shape[-2] == 5  # what was given out stays what it was
+    torch.testing.assert_close(layer.keys[..., :5, :], keys, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("like", ["olmoe", "gpt-oss-20b", "deepseek-v3"])
+def test_generation_is_the_same(made, like):
+    model = load(made.folder(like))
+    ids = torch.arange(3, 24)[None]
+    given_arguments = appending_cache(model, model.generation_config)
+    kinds = {type(layer) for layer in given_arguments["past_key_values"].layers}
+    assert kinds == ({AppendingLayer, DynamicSlidingWindowLayer} if like == "gpt-oss-20b" else {AppendingLayer})
+    asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    asked["attention_mask"] = torch.ones_like(ids)
+    for beams in ({}, {"num_beams": 2}):
+        expected = model.generate(ids, **asked, **beams)
+        found = model.generate(ids, **asked, **beams, **appending_cache(model, model.generation_config))
+        assert found.tolist() == expected.tolist()
+
+
+def model_of(name="ModelForCausalLM", layers=2, **config):
+    text = SimpleNamespace(num_hidden_layers=layers, **config)
+    text.get_text_config = lambda decoder: text
+    return type(name, (), {"config": text, "_supports_default_dynamic_cache": lambda self: True})()
+
+
+@pytest.mark.parametrize("asked", [{"cache_implementation": "static"}, {"use_cache": False}])
+def test_a_generation_that_asks_for_another_cache_has_it(asked):
+    assert appending_cache(model_of(), GenerationConfig(**asked)) == {}
+
+
+def test_models_that_keep_something_else(monkeypatch):
+    monkeypatch.setattr("moestro.hf.cache.DynamicCache", lambda config: SimpleNamespace(layers=[DynamicLayer()]))
+    assert appending_cache(model_of(), GenerationConfig())
+    assert appending_cache(model_of("MambaForCausalLM"), GenerationConfig()) == {}
+    assert appending_cache(model_of(is_encoder_decoder=True), GenerationConfig()) == {}
+    window = DynamicCache(None)
+    window.layers = [DynamicSlidingWindowLayer(4)]
+    monkeypatch.setattr("moestro.hf.cache.DynamicCache", lambda config: window)
+    assert appending_cache(model_of(), GenerationConfig()) == {}
