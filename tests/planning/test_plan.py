@@ -165,3 +165,13 @@ def test_one_layer_is_drawn_as_the_simulator_draws():
 
 def test_devices_are_those_of_the_machine():
     assert read_machine("h200").devices == 8
+
+
+def test_it_says_how_far_it_is():
+    """Each way that is predicted, which a deep model with many devices makes slow."""
+    told = []
+    plan = moestro.plan(machine="h200", devices=4, batches=(1, 2), say=lambda *each: told.append(each))
+    ways = [each for each in told if each[0] == "predicting"]
+    assert len(ways) > 1
+    assert ways == [("predicting", number, len(ways)) for number in range(len(ways))]
+    assert len(plan.candidates) == len(ways)

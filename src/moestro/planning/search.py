@@ -171,12 +171,12 @@ class Search:
 
     def found(self) -> list[Candidate]:
         """All that memory has room for, those with most tokens per second first."""
+        loads = [Load(batch, self.asked.prompt_tokens, self.asked.new_tokens) for batch in self.asked.batches]
+        ways = [(choice, load) for form in self._formats() for load in loads for choice in self._choices(form, load)]
         candidates = []
-        for form in self._formats():
-            for batch in self.asked.batches:
-                load = Load(batch, self.asked.prompt_tokens, self.asked.new_tokens)
-                for choice in self._choices(form, load):
-                    candidates.append(self.candidate(choice, load))
+        for number, way in enumerate(ways):
+            self.say("predicting", number, len(ways))
+            candidates.append(self.candidate(*way))
         return sorted(candidates, key=lambda each: -each.rate)
 
     def candidate(self, choice: Choice, load: Load, machine: Machine | None = None) -> Candidate:
@@ -287,6 +287,7 @@ class Search:
         return prompt, step
 
     def _count(self, load: Load) -> list[Counts]:
+        self.say("counting what passes need", self.asked.batches.index(load.batch), len(self.asked.batches))
         return count(self.model, load.batch, (load.prompt_tokens, 1, max(load.new_tokens - 1, 1)))
 
     def _miss(self, choice: Choice, load: Load) -> tuple[float, float]:
