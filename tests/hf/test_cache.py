@@ -70,6 +70,29 @@ def test_a_token_is_written_behind_those_before_it():
     torch.testing.assert_close(layer.keys[..., :5, :], keys, rtol=0, atol=0)
 
 
+def test_a_cache_of_inference_mode_is_written_outside_of_it():
+    """As a chat that begins in it may go on."""
+    ours, theirs = AppendingLayer(), DynamicLayer()
+    with torch.inference_mode():
+        for seed in range(2):
+            ours.update(*states(1, 3, seed)), theirs.update(*states(1, 3, seed))
+    with torch.no_grad():
+        expected = theirs.update(*states(1, 1, 2))
+        for found, each in zip(ours.update(*states(1, 1, 2)), expected, strict=True):
+            torch.testing.assert_close(found, each, rtol=0, atol=0)
+    assert not ours.keys.is_inference()
+
+
+def test_a_model_that_names_the_usual_cache_generates(made):
+    """Transformers refuses a cache of ours beside a name of its own."""
+    model, ids = load(made.folder("olmoe")), torch.arange(3, 9)[None]
+    asked = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, **asked)
+    model.generation_config.cache_implementation = "dynamic"
+    found = model.generate(ids, **asked, **appending_cache(model, model.generation_config))
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("like", ["olmoe", "gpt-oss-20b", "deepseek-v3"])
 def test_generation_is_the_same(made, like):
     model = load(made.folder(like))

@@ -64,8 +64,9 @@ def test_one_column_far_above_the_others(isa, name):
 
 
 def floats(x, routing, weights):
-    isa = next(other for other in native.ISAS if other.name == "avx512")
-    return run(isa, x, routing, weights)
+    """By a set without products of bytes; processors with AVX-VNNI may have no AVX-512."""
+    plain = [other for other in native.ISAS if other.runs_here and other.name in ("avx512", "avx2", "neon", "portable")]
+    return run(plain[0], x, routing, weights)
 
 
 @every_pairing_isa

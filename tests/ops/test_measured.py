@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moestro import machine
 from moestro.ops import measured
@@ -18,6 +19,7 @@ def made_machine(monkeypatch):
     monkeypatch.setattr(measured.time, "perf_counter", lambda: state.now)
     monkeypatch.setattr(machine, "busy_seconds", lambda: state.busy)
     monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "times", lambda: (state.own / 2, 0.0, 0.0, state.own / 2, 0.0))
     return state
@@ -34,6 +36,18 @@ def test_what_others_leave_is_enough_or_not(made_machine, others, share):
         return "result"
 
     assert measured.taken_by_others(call) == ("result", pytest.approx(share))
+
+
+@pytest.mark.parametrize(("threads", "share"), [(1, 0.0), (2, 0.0), (4, 0.5), (8, 0.5)])
+def test_threads_that_are_not_there_want_no_cores(made_machine, monkeypatch, threads, share):
+    """Of 4 cores that it may use, as OMP_NUM_THREADS has it; others leave two of 8."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def call():
+        made_machine.now += 10.0
+        made_machine.busy += 60.0
+
+    assert measured.taken_by_others(call) == (None, pytest.approx(share))
 
 
 def test_a_system_that_does_not_tell(made_machine, monkeypatch):

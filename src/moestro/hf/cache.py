@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
@@ -43,11 +44,12 @@ def grown(states: Tensor, used: int, capacity: int) -> Tensor:
 
 def _appended(memory: Tensor, states: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """States with new ones behind them, and the memory that both lie in: where the states lie at the beginning of it,
-    and there is room, that which is given."""
+    and there is room, that which is given. What was made in inference mode cannot be written outside of it."""
     used = states.shape[-2]
     length = used + new.shape[-2]
     begins = states.data_ptr() == memory.data_ptr() and states.shape[:-2] == memory.shape[:-2]
-    if not begins or length > memory.shape[-2]:
+    writable = torch.is_inference_mode_enabled() or not memory.is_inference()
+    if not begins or not writable or length > memory.shape[-2]:
         memory = grown(states, used, max(length + SPARE, used + used // 2))
     memory[..., used:length, :] = new
     return memory[..., :length, :], memory
@@ -56,10 +58,11 @@ def _appended(memory: Tensor, states: Tensor, new: Tensor) -> tuple[Tensor, Tens
 def appending_cache(model: Any, config: GenerationConfig) -> dict[str, Any]:
     """The arguments of a generation by this configuration that have its keys and values appended in place.
 
-    Empty where Transformers would not make its usual cache for the model, or no layer of it attends to all tokens:
-    those that attend to a window hold few, and linear ones none.
+    Empty where Transformers would not make its usual cache for the model, where a cache is named, beside which
+    Transformers takes no other, or where no layer attends to all tokens: those that attend to a window hold few, and
+    linear ones none.
     """
-    usual = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
+    usual = config.cache_implementation is None and config.use_cache is not False
     other = getattr(model.config, "is_encoder_decoder", False) or "mamba" in type(model).__name__.lower()
     if other or not usual or not model._supports_default_dynamic_cache():
         return {}

@@ -77,14 +77,14 @@ def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float
 
 
 def taken_by_others(call: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and the share of this process's cores that other programs took meanwhile; 0 if not told."""
+    """What a call returns, and the share of the cores for its threads that others took meanwhile; 0 if not told."""
     began, before, own = time.perf_counter(), machine.busy_seconds(), _own_seconds()
     result = call()
     seconds, after = time.perf_counter() - began, machine.busy_seconds()
     if before is None or after is None:
         return result, 0.0
     others = after - before - (_own_seconds() - own)
-    wanted, free = machine.cores(), (os.cpu_count() or 1) - others / seconds
+    wanted, free = min(machine.cores(), torch.get_num_threads()), (os.cpu_count() or 1) - others / seconds
     return result, min(max(wanted - free, 0.0) / wanted, 1.0)
 
 
