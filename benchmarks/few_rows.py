@@ -38,6 +38,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     formats_: Annotated[str, typer.Option("--formats", help="Of the weights.")] = "bfloat16,int8,mxfp4,int4-g32",
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,2,4,8",
+    columns_: Annotated[str, typer.Option("--columns", help="Of the weights.")] = ",".join(map(str, COLUMNS)),
     isa: Annotated[str, typer.Option("--set", help="An instruction set; the best one if left out.")] = "",
     seconds: Annotated[float, typer.Option(help="For each matrix.")] = 0.05,
 ) -> None:
@@ -47,15 +48,15 @@ def main(
         name = isa or next(iter(sets), "")
         if name not in sets:
             raise not_one_of("few_rows", "set", name, sets, "Or leave it out.")
-        counts = numbers(tokens)
+        counts, widths = numbers(tokens), numbers(columns_)
     torch.set_num_threads(1)
     made = Table(title=f"{name}, one thread: nanoseconds for a row of weights", title_justify="left")
-    for head in ("weights", "tokens", *map(str, COLUMNS), "for 512 columns", "for the row"):
+    for head in ("weights", "tokens", *map(str, widths), "for 512 columns", "for the row"):
         made.add_column(head, justify="left" if head == "weights" else "right", no_wrap=True)
     for form in formats_.split(","):
         for count in counts:
-            found = [row_seconds(sets[name], form, columns, count, seconds) * 1e9 for columns in COLUMNS]
-            slope, rest = np.polyfit(COLUMNS, found, 1)
+            found = [row_seconds(sets[name], form, columns, count, seconds) * 1e9 for columns in widths]
+            slope, rest = np.polyfit(widths, found, 1)
             made.add_row(form, str(count), *(f"{t:.1f}" for t in found), f"{512 * slope:.1f}", f"{rest:.1f}")
     wide_console().print(made)
 

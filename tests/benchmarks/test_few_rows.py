@@ -24,6 +24,14 @@ def test_every_format_and_number_of_tokens_has_a_line(monkeypatch):
     assert result.output.count(" 10.0 ") == 4
 
 
+def test_rows_may_be_of_any_width(monkeypatch):
+    asked = []
+    monkeypatch.setattr(few_rows, "row_seconds", lambda isa, *how: asked.append(how[1]) or 1e-9)
+    result = CliRunner().invoke(few_rows.app, ["--formats", "mxfp4", "--tokens", "1", "--columns", "544,2880"])
+    assert result.exit_code == 0, result.output
+    assert asked == [544, 2880]
+
+
 def test_the_product_is_computed():
     best = next(isa for isa in native.ISAS if isa.runs_here and isa.multiplies_floats)
     x, weights = torch.randn(2, 512).bfloat16(), formats.quantize(0.02 * torch.randn(5, 512), "mxfp4")

@@ -170,7 +170,7 @@ def test_a_gpu_is_described_and_its_rates_are_shown(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "numbers", "words"),
     [
-        ("beside the experts of x: y", [0.1, 0.2, 0.3, 0.001, 0.002, 0.003], "prompt 600.0 ms, a step 6.0 ms"),
+        ("beside the experts of x: y", [0.1, 0.2, 0.3, 0.001, 0.002, 0.003, 0.05], "prompt 600.0 ms, a step 6.0 ms"),
         ("2 threads read", [33.4e9], "33.4 GB/s"),
         ("cpu-avx2: most rows", [12.0], "12"),
         ("cpu-avx2: bfloat16 by int8", [1e-6, 2e-11, 1e-11], "3 numbers, 10 ps a weight at the least"),

@@ -154,8 +154,8 @@ def _rows(found: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
 
 def _numbers(name: str, numbers: list[float]) -> str:
     """What was measured under a name, in a few words."""
-    if name.startswith("beside the experts"):  # three parts of a prompt's pass, and of a step
-        return f"prompt {1e3 * sum(numbers[:3]):,.1f} ms, a step {1e3 * sum(numbers[3:]):,.1f} ms"
+    if name.startswith("beside the experts"):  # three parts of a prompt's pass, and of a step; others' share
+        return f"prompt {1e3 * sum(numbers[:3]):,.1f} ms, a step {1e3 * sum(numbers[3:6]):,.1f} ms"
     if name.endswith("add up"):  # `moestro.parallel.links.Link`
         return f"{numbers[0] / 1e9:,.2f} GB/s, {1e6 * numbers[1]:,.0f} us a message"
     if len(numbers) > 1:
