@@ -6,9 +6,11 @@
 
 #include "bindings_attention.h"
 #include "bindings_experts.h"
+#include "bindings_linear.h"
 #include "bindings_peaks.h"
 #include "bindings_reads.h"
 #include "bindings_routing.h"
+#include "bindings_step.h"
 #include "choose.h"
 #include "engine.h"
 #include "reads.h"
@@ -106,7 +108,9 @@ NB_MODULE(_native, m) {
     m.def("kernel_table", &kernel_table);
     bind_attention(m);
     bind_experts(m);
+    bind_linear(m);
     bind_peaks(m);
     bind_reads(m);
     bind_routing(m);
+    bind_step(m);
 }

@@ -31,6 +31,7 @@ inline const Isa& checked_isa(int64_t index) {
     need(index >= 0 && index < kNumIsas && kIsas[index]->runs_here(), "an instruction set that this processor lacks");
     return *kIsas[index];
 }
+inline FloatArray array_or_none(const FloatArray* array) { return array ? *array : FloatArray(); }
 inline int checked_threads(int64_t num_threads) {
     need(num_threads > 0 && num_threads <= kMostThreads, "a number of threads out of range");
     return static_cast<int>(num_threads);

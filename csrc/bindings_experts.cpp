@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "bindings_check.h"
+#include "bindings_plan.h"
 #include "plan.h"
 #include "stored.h"
 
@@ -23,17 +24,6 @@ namespace moestro {
 namespace {
 
 constexpr int64_t kMostPieces = 1 << 20;
-
-struct PlanRecord {
-    std::string projection, kernel;
-    int64_t units, rows;
-};
-std::vector<PlanRecord> records(const std::vector<Planned>& found) {
-    std::vector<PlanRecord> list;
-    for (const Planned& p : found)
-        list.push_back({kStages[static_cast<int>(p.stage)], name_of(p.kernel), p.units, p.rows});
-    return list;
-}
 
 // Whether a projection can be multiplied by tiles of bfloat16.
 void need_tiles(const Projection& p, int64_t most_blocks) {
@@ -151,51 +141,6 @@ private:
     std::shared_ptr<const void> kept_[2];  // tables that the projections point into
 };
 
-// out = W x + bias, likewise.
-class Linear {
-public:
-    Linear(const Isa& isa, const LinearCall& fixed, const Stored& weights) : isa_(isa), call_(fixed) {
-        need(!weights.kept(), "weights that are not one matrix");
-        need(call_.wide_rows >= 0, "a negative number of rows");
-        call_.weights = weights.projection(call_.weights.rows ? 1 : 0);
-        const Element element = call_.weights.element;
-        need(!isa.tiles || (call_.x.dtype == Element::bf16 && (element == Element::bf16 || has_scale(element))),
-             "an instruction set that multiplies bfloat16 only, and something else");
-        need(isa.four_rows || isa.tiles, "an instruction set that multiplies int8 only");
-    }
-
-    void run(int64_t num_threads, int64_t num_tokens, uint64_t x, int64_t x_stride, uint64_t out) const {
-        LinearCall call = with_tokens(num_threads, num_tokens);
-        if (num_tokens == 0 || call.weights.rows == 0) return;
-        call.x.data = at<void>(x);
-        call.x.stride = x_stride;
-        call.out = at<void>(out);
-        need(call.out && (call.x.data || call.weights.columns == 0), "no address");
-        const nb::gil_scoped_release release;
-        linear(isa_, call);
-    }
-    std::vector<PlanRecord> plan(int64_t num_threads, int64_t num_tokens) const {
-        return records(moestro::plan(isa_, with_tokens(num_threads, num_tokens)));
-    }
-    int64_t workspace_bytes(int64_t num_tokens) const {
-        return moestro::workspace_bytes(isa_, with_tokens(1, num_tokens));
-    }
-
-private:
-    LinearCall with_tokens(int64_t num_threads, int64_t num_tokens) const {
-        LinearCall call = call_;
-        call.num_threads = checked_threads(num_threads);
-        need(num_tokens >= 0 && num_tokens < kMostTokens, "sizes out of range");
-        call.num_tokens = num_tokens;
-        return call;
-    }
-
-    const Isa& isa_;
-    LinearCall call_;
-};
-
-FloatArray array_or_none(const FloatArray* array) { return array ? *array : FloatArray(); }
-
 void make_stored(Stored* self, int element, int scale, int64_t rows, int64_t columns, int64_t group_rows,
                  int64_t group_columns, int64_t row_stride, int64_t scale_row_stride, int64_t zero_row_stride,
                  const Addresses& base, const Strides& step) {
@@ -235,16 +180,6 @@ void make_experts(ExpertMlp* self, int64_t isa, const Stored& gate_up, const Sto
     call.int8_input = int8_input, call.all_experts = all_experts, call.same_bits = same_bits;
     call.token_block = token_block, call.pieces = pieces, call.wide_rows = wide_rows;
     new (self) ExpertMlp(checked_isa(isa), call, gate_up, down);
-}
-
-void make_linear(Linear* self, int64_t isa, const Stored& weights, const FloatArray* bias, int x_dtype, int out_dtype,
-                 bool same_bits, int64_t wide_rows) {
-    LinearCall call;
-    call.same_bits = same_bits, call.wide_rows = wide_rows;
-    call.weights.rows = weights.described().rows;
-    call.bias = array_or_none(bias);
-    call.x.dtype = checked_dtype(x_dtype), call.out_dtype = checked_dtype(out_dtype);
-    new (self) Linear(checked_isa(isa), call, weights);
 }
 
 nb::dict counts() {
@@ -303,12 +238,6 @@ void bind_experts(nb::module_& m) {
              "weights_address"_a, "out_address"_a, "num_experts"_a)
         .def("plan", &ExpertMlp::plan, "num_threads"_a, "num_tokens"_a, "ids_address"_a)
         .def("workspace_bytes", &ExpertMlp::workspace_bytes, "num_tokens"_a);
-    nb::class_<Linear>(m, "Linear")
-        .def("__init__", &make_linear, nb::kw_only(), "isa"_a, "weights"_a, "bias"_a.none(), "x_dtype"_a, "out_dtype"_a,
-             "same_bits"_a, "wide_rows"_a = 0)
-        .def("run", &Linear::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "out_address"_a)
-        .def("plan", &Linear::plan, "num_threads"_a, "num_tokens"_a)
-        .def("workspace_bytes", &Linear::workspace_bytes, "num_tokens"_a);
     m.def("count_kernels", &count_kernels, "on"_a);
     m.def("kernel_counts", &counts);
 }

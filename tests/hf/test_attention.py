@@ -16,7 +16,7 @@ import moestro
 import zoo
 from architectures import relative_error
 from hf.models import built
-from moestro.hf.attention import FUSED, NAME_READERS, SINK_FAMILIES, STEPS, _is_step, attend, attend_steps
+from moestro.hf.attention import FUSED, NAME_READERS, SINK_FAMILIES, STEPS, attend, attend_steps, is_step
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
 from moestro.ops.dispatch import observed
@@ -186,8 +186,8 @@ def test_masks_of_steps_mean_what_sdpa_makes_of_them(dtype):
     seen = torch.rand(2, 1, 1, 9) > 0.3
     seen[0] = False
     with torch.no_grad():
-        assert _is_step(query, key, value, seen)
-        assert not _is_step(query, key, value, torch.rand(2, 1, 2, 9) > 0.3)
+        assert is_step(query, key, value, seen)
+        assert not is_step(query, key, value, torch.rand(2, 1, 2, 9) > 0.3)
         for mask, values in ((seen, value), (seen[:1], value), (None, value[:1])):
             wanted = sdpa_attention_forward(module, query, key, values, mask)[0]
             assert_close(attend_steps(module, query, key, values, mask)[0], wanted)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moestro.hf.attention_steps import served_steps
 from moestro.hf.config import MoestroConfig
 from moestro.hf.dense import served_projections
 from moestro.hf.experts import serve
@@ -35,4 +36,14 @@ except ImportError:  # Transformers before 5.23
 else:
     expert_parallel.register()
 
-__all__ = ["IMPLEMENTATION", "MoestroConfig", "Served", "accelerate", "load", "serve", "served", "served_projections"]
+__all__ = [
+    "IMPLEMENTATION",
+    "MoestroConfig",
+    "Served",
+    "accelerate",
+    "load",
+    "serve",
+    "served",
+    "served_projections",
+    "served_steps",
+]

@@ -80,14 +80,14 @@ def attend_steps(
     `moestro.ops.attention`; otherwise by that function itself.
     """
     others = any(kwargs.get(name) for name in ("dropout", "softcap", "cache", "output_attentions"))
-    if others or kwargs.get("position_bias") is not None or not _is_step(query, key, value, attention_mask):
+    if others or kwargs.get("position_bias") is not None or not is_step(query, key, value, attention_mask):
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, weights
     scale = kwargs.get("scaling")
     return _step(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scale is None else scale), None
 
 
-def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
+def is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> bool:
     """Whether `moestro.ops.attention` takes these, and is the faster: one token of each sequence on a CPU."""
     if query.shape[2] != 1 or query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
@@ -106,9 +106,13 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sin
 def _step(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
+    return attention(query[:, :, 0], key, value, scale, added_rows(mask, query), sinks).unsqueeze(1)
+
+
+def added_rows(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask [1 or B, 1, 1, T] as what is added to the logits [B, T] of a query [B, ...], in its dtype."""
     added = _added(mask, query.dtype, -torch.inf)
-    rows = None if added is None else added[:, 0, 0].expand(len(query), -1)
-    return attention(query[:, :, 0], key, value, scale, rows, sinks).unsqueeze(1)
+    return None if added is None else added[:, 0, 0].expand(len(query), -1)
 
 
 def attend(
@@ -132,7 +136,7 @@ def attend(
         mask = _causal(query, key) if attention_mask is None else attention_mask
         output, weights = eager(module, query, key, value, mask, scaling=scaling, **kwargs)
         return output, weights
-    if _is_step(query, key, value, attention_mask, sinks):
+    if is_step(query, key, value, attention_mask, sinks):
         return _step(query, key, value, attention_mask, scaling, sinks), None
     causal = attention_mask is None and query.shape[2] > 1
     output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -28,9 +28,9 @@ from moestro.checkpoint.scheme import MARK, METHOD, format_for, in_any_order
 from moestro.checkpoint.write import INDEX, SINGLE
 from moestro.errors import invalid_input, unsupported
 from moestro.formats import WeightFormat, check_shape, dequantize, find_format
-from moestro.hf.attention import serve_attention
+from moestro.hf.beside import serve_beside
 from moestro.hf.config import MoestroConfig
-from moestro.hf.dense import check_projections, check_whole, serve_projections
+from moestro.hf.dense import check_projections, check_whole
 from moestro.hf.experts import Spread
 from moestro.hf.families.base import INTERFACE
 from moestro.hf.memory import check_memory, check_place, keep_here, keep_in_memory, plan_memory
@@ -147,8 +147,7 @@ class MoestroQuantizer(HfQuantizer):
         elif self._sharding is None:
             residency.fetch(name for store in stores if store.mapped for name in store.tensors)
         check_whole(model, self.quantization_config.projections, "load")  # of what is cut only after it was read
-        serve_projections(model, self.quantization_config.projections)
-        serve_attention(model)
+        serve_beside(model, self.quantization_config.projections)
         model.register_load_state_dict_pre_hook(find_in_state)
         if self._sharding is not None and len(self._sharding.ranks) > 1:
             share_batch(model, self._sharding.peers)

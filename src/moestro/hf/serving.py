@@ -14,8 +14,8 @@ from moestro.checkpoint.scheme import METHOD
 from moestro.errors import UnsupportedError, unsupported
 from moestro.hf import experts
 from moestro.hf.activation import describe
-from moestro.hf.attention import serve_attention
-from moestro.hf.dense import check_choice, check_projections, serve_projections
+from moestro.hf.beside import serve_beside
+from moestro.hf.dense import check_choice, check_projections
 from moestro.hf.experts import PLAN, Plan, RefusedError, Spread
 from moestro.hf.families import ADAPTERS, LEFT, REFUSED
 from moestro.hf.families.base import INTERFACE, Adapter
@@ -117,8 +117,7 @@ def accelerate(
     _serve_layers(found, fresh, strategy)
     for store in stores:
         store.set_input_format(input_format or store.input_format, "accelerate")
-    serve_projections(model, projections)
-    serve_attention(model)
+    serve_beside(model, projections)
     return model
 
 

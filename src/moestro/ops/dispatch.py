@@ -286,6 +286,14 @@ def observed(operation: Operation, observer: Observer, before: Before | None = N
         _OBSERVERS.set({each: told for each, told in left.items() if told} or _NOBODY)
 
 
+def is_unwatched(*operations: Operation) -> bool:
+    """Whether calls of these may be computed together: nobody is told of them, no implementation is forced, and bits
+    may depend on the batch."""
+    if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
+        return False
+    return _OBSERVERS.get().keys().isdisjoint(operations)
+
+
 def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
     """Tell observers of a call that was computed by its prepared one, in whatever parts."""
     observers = _OBSERVERS.get().get(operation, ())

@@ -23,9 +23,8 @@ from torch import nn
 
 from moestro import machine
 from moestro.errors import unsupported
-from moestro.hf.attention import serve_attention
+from moestro.hf.beside import serve_beside
 from moestro.hf.cache import appending_cache
-from moestro.hf.dense import serve_projections
 from moestro.hf.serving import find
 from moestro.hf.sources import empty_model
 from moestro.hf.text_model import quiet_transformers
@@ -215,8 +214,7 @@ def _run(
 ) -> tuple[list[_Pass], list[_Pass]]:
     """Passes of prompts, and of decoding, of a model with some of the layers; all peers begin together."""
     made = _made(model, positions, SHARE / (1 if peers is None else peers.size))
-    serve_projections(made, projections)
-    serve_attention(made)
+    serve_beside(made, projections)
     made.eval()
     ids = torch.ones((load.batch, load.prompt_tokens), dtype=torch.int64)
     _generated(made, ids, 2)

@@ -27,25 +27,26 @@ def prepare(isa: native.Isa, x: Tensor, weight: Weight, bias: Tensor | None) -> 
         return reason
     threads, num_rows = torch.get_num_threads(), weight.shape[0]
     copied = bias is not None and bias.stride(0) != 1
-    kept = None if copied else _linear(isa, x.dtype, weight, bias)
+    kept = None if copied else linear(isa, x.dtype, weight, bias)
 
     def compute(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         held = None if bias is None else bias.contiguous()
-        linear = kept or _linear(isa, x.dtype, weight, held)
+        made = kept or linear(isa, x.dtype, weight, held)
         x = rows(x)
         out = empty(x.shape[0], num_rows, x.dtype)
-        linear.run(threads, x.shape[0], x.data_ptr(), x.stride(0), out.data_ptr())
+        made.run(threads, x.shape[0], x.data_ptr(), x.stride(0), out.data_ptr())
         return out
 
     def kernels(x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[KernelUse, ...]:
-        linear = kept or _linear(isa, x.dtype, weight, None if bias is None else bias.contiguous())
-        uses = linear.plan(threads, x.shape[0])
+        made = kept or linear(isa, x.dtype, weight, None if bias is None else bias.contiguous())
+        uses = made.plan(threads, x.shape[0])
         return tuple(KernelUse(use.projection, use.kernel, use.units, use.rows) for use in uses)
 
     return Prepared(f"cpu-{isa.name}", compute, threads=threads, kernels=kernels)
 
 
-def _linear(isa: native.Isa, x_dtype: torch.dtype, weight: Weight, bias: Tensor | None) -> Any:
+def linear(isa: native.Isa, x_dtype: torch.dtype, weight: Weight, bias: Tensor | None) -> Any:
+    """What the engine holds of a matrix whose rows, and bias, lie where they can be read."""
     engine, dtype = native.engine(), native.FLOATS[x_dtype]
     held = None if bias is None else engine.Array(bias.data_ptr(), dtype, 0)
     return engine.Linear(
@@ -102,8 +103,8 @@ def _engine(isa: native.Isa) -> measured.Multiply:
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
         out = empty(x.shape[0], weight.shape[0], x.dtype)
-        linear = _linear(isa, x.dtype, weight, None)
-        linear.run(torch.get_num_threads(), x.shape[0], x.data_ptr(), x.stride(0), out.data_ptr())
+        made = linear(isa, x.dtype, weight, None)
+        made.run(torch.get_num_threads(), x.shape[0], x.data_ptr(), x.stride(0), out.data_ptr())
         return out
 
     return multiply

@@ -1,0 +1,53 @@
+#include "attention_step.h"
+
+#include "layout.h"
+
+namespace moestro {
+namespace {
+
+class Between : public Workspace<Between> {};
+
+void normalise(const Isa& isa, const std::optional<RmsNorm>& norm, void* heads, Element dtype, int64_t values) {
+    if (norm) rms_norm(isa, *norm, {heads, dtype, norm->columns}, values / norm->columns, heads, 1);
+}
+
+}  // namespace
+
+void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens, void* out, int num_threads) {
+    LinearCall call = prepared.call;
+    call.num_tokens = num_tokens, call.num_threads = num_threads;
+    call.x.data = x.data, call.x.stride = x.stride;
+    call.out = out;
+    linear(*prepared.isa, call);
+}
+
+void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int64_t batch, const Rotary& rotary,
+             void* out, int num_threads) {
+    const int64_t q_size = step.heads * step.head_size, k_size = step.groups * step.head_size;
+    auto* q = static_cast<uint8_t*>(out);
+    auto* k = q + bytes_of(x.dtype, batch * q_size);
+    auto* v = k + bytes_of(x.dtype, batch * k_size);
+    run(step.q, x, batch, q, num_threads);
+    run(step.k, x, batch, k, num_threads);
+    run(step.v, x, batch, v, num_threads);
+    normalise(isa, step.q_norm, q, x.dtype, batch * q_size);
+    normalise(isa, step.k_norm, k, x.dtype, batch * k_size);
+    for (int64_t b = 0; b < batch; ++b) {
+        rotate(isa, rotary, b, q + bytes_of(x.dtype, b * q_size), step.heads, step.head_size, x.dtype);
+        rotate(isa, rotary, b, k + bytes_of(x.dtype, b * k_size), step.groups, step.head_size, x.dtype);
+    }
+}
+
+void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void* out) {
+    call.heads = step.heads, call.groups = step.groups, call.columns = step.head_size;
+    call.scale = step.scale;
+    const int64_t size = step.heads * call.value_columns;
+    call.query.batch_stride = step.heads * step.head_size, call.query.group_stride = step.head_size;
+    float* sinks = Between::arena().reserve(round_up(step.heads, 16) + call.batch * size);
+    if (step.sinks.data) isa.widen(step.sinks.data, step.sinks.dtype, step.heads, 1.0f, sinks), call.sinks = sinks;
+    call.out = sinks + round_up(step.heads, 16);
+    attention(isa, call);
+    run(step.o, {call.out, call.dtype, size}, call.batch, out, call.num_threads);
+}
+
+}  // namespace moestro

@@ -1,0 +1,36 @@
+// The attention of a model's layer for one new token of each sequence: what comes before keys and values are kept, and
+// what comes after it.
+#pragma once
+
+#include <optional>
+
+#include "attention.h"
+#include "norm.h"
+#include "rotary.h"
+
+namespace moestro {
+
+// A matrix, and the instruction set that multiplies it.
+struct PreparedLinear {
+    const Isa* isa = nullptr;
+    LinearCall call;  // without tokens
+};
+void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens, void* out, int num_threads);
+
+struct AttentionStep {
+    PreparedLinear q, k, v, o;  // of one dtype are what they read and what they write
+    int64_t heads = 0, groups = 0, head_size = 0;
+    std::optional<RmsNorm> q_norm, k_norm;  // of each head, or of all of a token's heads together
+    float scale = 1.0f;
+    FloatArray sinks;  // [heads], or null
+};
+
+// `out` is the queries [batch, heads, head_size], after them the keys and then the values [batch, groups, head_size],
+// queries and keys normalised and turned.
+void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int64_t batch, const Rotary& rotary,
+             void* out, int num_threads);
+
+// out [batch, rows of o] = o of the attention of queries as `project` wrote them. `call` lacks what the step knows.
+void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void* out);
+
+}  // namespace moestro

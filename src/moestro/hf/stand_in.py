@@ -1,0 +1,80 @@
+"""Modules of a model that go another way through their forward where they can: the same modules, of another class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from moestro.ops.dispatch import is_unwatched
+from moestro.ops.tensors import is_intercepted
+
+KEPT = "_moestro_kept"
+"""What a module remembers of its calls."""
+
+Way = Callable[..., Any]
+"""Given a module, its own forward and the arguments of a call; returns the result, or None where that is to run."""
+
+
+class Kept:
+    """What is known of one module in this process; its copies, and those that are unpickled, find out themselves."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def stand_in(module: nn.Module, way: Way) -> None:
+    """Have a module ask `way` first where no gradient is recorded and no graph is traced; its own forward stays."""
+    if not hasattr(type(module), "_moestro_own_class"):
+        module.__class__ = _class(type(module), way)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of its own class, which takes the module first."""
+    own = getattr(type(module), "_moestro_own_class", type(module))
+    forward: Callable[..., Any] = own.forward
+    return forward
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own."""
+    state = module.__dict__
+    return not (state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state)
+
+
+@cache
+def _class(own: Any, way: Way) -> Any:
+    forward = own.forward
+
+    @wraps(forward)
+    def asked(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_free():
+            return forward(self, *arguments, **named)
+        found = way(self, forward, *arguments, **named)
+        return forward(self, *arguments, **named) if found is None else found
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return _made, (own, way), self.__dict__
+
+    names = {"forward": asked, "__reduce_ex__": reduce, "_moestro_own_class": own}
+    return type(own.__name__, (own,), {**names, "__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
+def _made(own: Any, way: Way) -> Any:
+    """An empty module of the class, for copies."""
+    return _class(own, way).__new__(_class(own, way))
+
+
+def _is_free() -> bool:
+    """Whether nobody is to see, or has asked for, single operations."""
+    return (
+        is_unwatched()
+        and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0
+        and not is_intercepted()
+        and not nn.modules.module._has_any_global_hook()
+    )
