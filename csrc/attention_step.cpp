@@ -11,6 +11,16 @@ void normalise(const Isa& isa, const std::optional<RmsNorm>& norm, void* heads, 
     if (norm) rms_norm(isa, *norm, {heads, dtype, norm->columns}, values / norm->columns, heads, 1);
 }
 
+void keep(const AttentionStep& step, const uint8_t* rows, int64_t batch, const CacheRows& cache) {
+    const Element dtype = step.q.call.out_dtype;
+    const int64_t bytes = bytes_of(dtype, step.head_size);
+    for (int64_t b = 0; cache.data && b < batch; ++b)
+        for (int64_t g = 0; g < step.groups; ++g, rows += bytes)
+            std::memcpy(
+                static_cast<uint8_t*>(cache.data) + bytes_of(dtype, b * cache.batch_stride + g * cache.group_stride),
+                rows, static_cast<size_t>(bytes));
+}
+
 }  // namespace
 
 void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens, void* out, int num_threads) {
@@ -22,7 +32,7 @@ void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens
 }
 
 void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int64_t batch, const Rotary& rotary,
-             void* out, int num_threads) {
+             void* out, const CacheRows (&cache)[2], int num_threads) {
     const int64_t q_size = step.heads * step.head_size, k_size = step.groups * step.head_size;
     auto* q = static_cast<uint8_t*>(out);
     auto* k = q + bytes_of(x.dtype, batch * q_size);
@@ -36,6 +46,8 @@ void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int
         rotate(isa, rotary, b, q + bytes_of(x.dtype, b * q_size), step.heads, step.head_size, x.dtype);
         rotate(isa, rotary, b, k + bytes_of(x.dtype, b * k_size), step.groups, step.head_size, x.dtype);
     }
+    keep(step, k, batch, cache[0]);
+    keep(step, v, batch, cache[1]);
 }
 
 void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void* out) {

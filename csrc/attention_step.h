@@ -25,10 +25,16 @@ struct AttentionStep {
     FloatArray sinks;  // [heads], or null
 };
 
+// Memory of a cache for one new row of each group: keys and values [batch, groups, head_size], columns contiguous.
+struct CacheRows {
+    void* data = nullptr;  // or null: nothing is copied
+    int64_t batch_stride = 0, group_stride = 0;
+};
+
 // `out` is the queries [batch, heads, head_size], after them the keys and then the values [batch, groups, head_size],
-// queries and keys normalised and turned.
+// queries and keys normalised and turned. Keys and values are copied to where a cache has room for them.
 void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int64_t batch, const Rotary& rotary,
-             void* out, int num_threads);
+             void* out, const CacheRows (&cache)[2], int num_threads);
 
 // out [batch, rows of o] = o of the attention of queries as `project` wrote them. `call` lacks what the step knows.
 void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void* out);

@@ -60,6 +60,7 @@ std::optional<RmsNorm> norm_of(const Norm* norm, int64_t head_size, int64_t head
 
 using Shape = std::tuple<int64_t, int64_t, int64_t>;                       // heads, groups, size of a head
 using Turned = std::tuple<uint64_t, uint64_t, int64_t, int64_t, int64_t>;  // cos, sin, stride, columns, second
+using Place = std::tuple<uint64_t, int64_t, int64_t>;                      // address, and strides: sequence, group
 using Rows = std::tuple<uint64_t, int64_t, int64_t, int64_t>;              // address, and strides
 using Projections = std::tuple<const Linear*, const Linear*, const Linear*, const Linear*>;
 
@@ -80,8 +81,8 @@ public:
              "projections that do not belong together");
     }
 
-    void project(int64_t num_threads, int64_t batch, uint64_t x, int64_t x_stride, const Turned& turned,
-                 uint64_t out) const {
+    void project(int64_t num_threads, int64_t batch, uint64_t x, int64_t x_stride, const Turned& turned, uint64_t out,
+                 const Place& keys, const Place& values) const {
         const int threads = checked_threads(num_threads);
         check(batch);
         Rotary rotary;
@@ -92,7 +93,8 @@ public:
         need(even && rotary.second >= 0 && rotary.second <= rotary.columns, "positions that do not fit a head");
         rotary.cos = at<void>(cos), rotary.sin = at<void>(sin);
         const nb::gil_scoped_release release;
-        moestro::project(isa_, step_, {at<void>(x), dtype_, x_stride}, batch, rotary, at<void>(out), threads);
+        moestro::project(isa_, step_, {at<void>(x), dtype_, x_stride}, batch, rotary, at<void>(out),
+                         {rows_of(keys), rows_of(values)}, threads);
     }
 
     void attend(int64_t num_threads, int64_t batch, uint64_t query, const Rows& key, const Rows& value,
@@ -112,6 +114,10 @@ public:
     }
 
 private:
+    static CacheRows rows_of(const Place& place) {
+        const auto [address, batch_stride, group_stride] = place;
+        return {at<void>(address), batch_stride, group_stride};
+    }
     static HeadRows rows_at(const Rows& rows) {
         const auto [address, batch_stride, group_stride, row_stride] = rows;
         return {at<void>(address), batch_stride, group_stride, row_stride};
@@ -176,7 +182,7 @@ void bind_step(nb::module_& m) {
         .def("__init__", &make_step, nb::kw_only(), "isa"_a, "projections"_a, "shape"_a, "q_norm"_a.none(),
              "k_norm"_a.none(), "scale"_a, "sinks"_a.none())
         .def("project", &Step::project, "num_threads"_a, "batch"_a, "x_address"_a, "x_stride"_a, "rotary"_a,
-             "out_address"_a)
+             "out_address"_a, "keys"_a, "values"_a)
         .def("attend", &Step::attend, "num_threads"_a, "batch"_a, "query_address"_a, "key"_a, "value"_a, "num_keys"_a,
              "mask"_a, "out_address"_a);
     nb::class_<Routing>(m, "RoutingStep")

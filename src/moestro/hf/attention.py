@@ -95,12 +95,17 @@ def is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink
         return False
     if torch.is_autocast_enabled("cpu") or not query.dtype == key.dtype == value.dtype:
         return False
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        return False
     batch, groups, num_keys = key.shape[:3]
-    if mask is not None and (tuple(mask.shape[1:]) != (1, 1, num_keys) or len(mask) not in (1, batch)):
+    if mask is not None and not is_one_row(mask, batch, num_keys, query.dtype):
         return False
     return num_keys > 0 and query.shape[1] % groups == 0 and batch == len(query) and key.shape[:3] == value.shape[:3]
+
+
+def is_one_row(mask: Tensor, batch: int, num_keys: int, dtype: torch.dtype) -> bool:
+    """Whether a mask says of each key the same to every head, for one token of each sequence or for all of them."""
+    if mask.dtype not in (torch.bool, torch.float32, dtype):
+        return False
+    return tuple(mask.shape[1:]) == (1, 1, num_keys) and len(mask) in (1, batch)
 
 
 def _step(

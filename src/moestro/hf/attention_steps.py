@@ -17,7 +17,8 @@ from transformers import DynamicCache
 
 from moestro.formats import PackedTensor
 from moestro.hf import norms
-from moestro.hf.attention import FUSED, STEPS, added_rows, attend, attend_steps, is_step
+from moestro.hf.attention import FUSED, STEPS, added_rows, attend, attend_steps, is_one_row
+from moestro.hf.cache import AppendingLayer
 from moestro.hf.dense import Projection, StoredProjection
 from moestro.hf.stand_in import KEPT, Kept, is_untouched, stand_in
 from moestro.ops import native
@@ -25,7 +26,7 @@ from moestro.ops.attention import ATTENTION
 from moestro.ops.dispatch import is_unwatched, prepare
 from moestro.ops.projection import PROJECTION
 from moestro.ops.projection.cpu import linear
-from moestro.ops.tensors import Layout, layout_key
+from moestro.ops.tensors import Layout, is_ordinary, layout_key
 from moestro.tolerances import disagreement
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -33,6 +34,7 @@ NORMS = ("q_norm", "k_norm")
 _NAMED = frozenset({"hidden_states", "position_embeddings", "attention_mask", "past_key_values"})
 _ASKS_MORE = ("dropout", "softcap", "cache", "output_attentions", "position_bias")
 _FUNCTIONS = {STEPS: attend_steps, FUSED: attend}
+_NOWHERE = 0, 0, 0
 _CONTEXT = 3
 """Tokens before the one by which a module is tried."""
 
@@ -66,35 +68,62 @@ class Step:
 
     def run(self, module: Any, x: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None, past: Any) -> Tensor:
         """The module's result [B, 1, hidden] for x of that shape; the cache has the new keys and values then."""
-        (heads, groups, columns, wide), (cos, sin), batch = self.sizes, position, len(x)
+        (heads, groups, columns, wide), batch = self.sizes, len(x)
+        layer = _appending(past, module.layer_idx)
+        room = None if layer is None else layer.room((batch, groups, columns), x.dtype)
         made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype)
-        angles = cos.data_ptr(), sin.data_ptr(), cos.stride(0) if len(cos) > 1 else 0, self.turn.columns
-        self.engine.project(
-            self.threads, batch, x.data_ptr(), x.stride(0), (*angles, self.turn.second), made.data_ptr()
-        )
-        strides, after = (groups * columns, columns, columns, 1), batch * heads * columns
-        key = made.as_strided((batch, groups, 1, columns), strides, after)
-        value = made.as_strided((batch, groups, 1, columns), strides, after + batch * groups * columns)
-        key, value = past.update(key, value, module.layer_idx)
-        query = made.as_strided((batch, heads, 1, columns), (heads * columns, columns, columns, 1), 0)
-        if not is_step(query, key, value, mask) or key.shape[3] != columns or value.shape[3] != columns:
-            return self._one_by_one(module, query, key, value, mask)
-        if key.stride(3) != 1 or value.stride(3) != 1:
-            return self._one_by_one(module, query, key, value, mask)
-        rows = added_rows(mask, query)
+        turned = (*_angles(position), self.turn.columns, self.turn.second)
+        given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr()
+        if layer is None or room is None:
+            self.engine.project(*given, _NOWHERE, _NOWHERE)
+            new = batch, groups, 1, columns
+            keys = made[batch * heads * columns :].view(2, *new)
+            key, value = past.update(keys[0], keys[1], module.layer_idx)
+        else:
+            self.engine.project(*given, *((row.data_ptr(), row.stride(0), row.stride(1)) for row in room))
+            key, value = layer.take()
+        if not _can_read(key, value, mask, (batch, groups, columns), x.dtype):
+            query = made[: batch * heads * columns].view(batch, heads, 1, columns)
+            return _one_by_one(module, query, key, value, mask)
+        rows = None if mask is None else added_rows(mask, x)
         seen = (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
         out = torch.empty_strided((batch, 1, wide), (wide, wide, 1), dtype=x.dtype)
-        keys, values = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
-        self.engine.attend(self.threads, batch, made.data_ptr(), keys, values, key.shape[2], seen, out.data_ptr())
+        places = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
+        self.engine.attend(self.threads, batch, made.data_ptr(), *places, key.shape[2], seen, out.data_ptr())
         return out
 
-    @staticmethod
-    def _one_by_one(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """What is left of the module's forward, where a cache or a mask is none that the engine reads."""
-        function = _FUNCTIONS[module.config._attn_implementation]
-        y, _ = function(module, query, key, value, mask, scaling=module.scaling)
-        out: Tensor = module.o_proj(y.reshape(len(query), 1, -1))
-        return out
+
+def _appending(past: Any, index: int) -> AppendingLayer | None:
+    """The layer of a cache that has memory for more tokens, if it is such a one."""
+    layers = getattr(past, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    return layer if type(layer) is AppendingLayer else None
+
+
+def _angles(position: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
+    """Where they lie, and how far those of one sequence are from those of the next."""
+    cos, sin = position
+    return cos.data_ptr(), sin.data_ptr(), cos.stride(0) if len(cos) > 1 else 0
+
+
+def _can_read(key: Tensor, value: Tensor, mask: Tensor | None, sizes: tuple[int, int, int], dtype: torch.dtype) -> bool:
+    """Whether what a cache gives, and a mask, are what the engine reads: keys and values [B, groups, T, columns]."""
+    batch, groups, columns = sizes
+    if key.shape != value.shape or key.shape[:2] != (batch, groups) or key.shape[3] != columns or not key.shape[2]:
+        return False
+    if key.dtype != dtype or value.dtype != dtype or key.stride(3) != 1 or value.stride(3) != 1:
+        return False
+    if not is_ordinary(key) or not is_ordinary(value) or not key.is_cpu:
+        return False
+    return mask is None or is_one_row(mask, batch, key.shape[2], dtype)
+
+
+def _one_by_one(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """What is left of the module's forward, where a cache or a mask is none that the engine reads."""
+    function = _FUNCTIONS[module.config._attn_implementation]
+    y, _ = function(module, query, key, value, mask, scaling=module.scaling)
+    out: Tensor = module.o_proj(y.reshape(len(query), 1, -1))
+    return out
 
 
 def serve_attention_steps(model: nn.Module) -> None:

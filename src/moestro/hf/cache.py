@@ -20,6 +20,26 @@ class AppendingLayer(DynamicLayer):
     What is put in their place, as a beam search does, is copied once. For inference: no gradient goes through a copy.
     """
 
+    def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Memory for the keys and the values of one more token, [B, heads, head_dim] each: whoever has written it calls
+        `take`. None where there is none."""
+        if not self.is_initialized or self.keys.dtype != dtype:
+            return None
+        used, (batch, heads, columns) = self.keys.shape[-2], shape
+        for states, memory in zip((self.keys, self.values), self._memory, strict=True):
+            begins = states.data_ptr() == memory.data_ptr() and states.stride() == memory.stride()
+            fits = states.shape == (batch, heads, used, columns) and used < memory.shape[-2]
+            if not begins or not fits or not _is_writable(memory):
+                return None
+        key_memory, value_memory = self._memory
+        return key_memory[:, :, used], value_memory[:, :, used]
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Count in the token for which `room` was given; the result is all that it attends to."""
+        (key_memory, value_memory), length = self._memory, self.keys.shape[-2] + 1
+        self.keys, self.values = key_memory[:, :, :length], value_memory[:, :, :length]
+        return self.keys, self.values
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -44,15 +64,19 @@ def grown(states: Tensor, used: int, capacity: int) -> Tensor:
 
 def _appended(memory: Tensor, states: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """States with new ones behind them, and the memory that both lie in: where the states lie at the beginning of it,
-    and there is room, that which is given. What was made in inference mode cannot be written outside of it."""
+    and there is room, that which is given."""
     used = states.shape[-2]
     length = used + new.shape[-2]
     begins = states.data_ptr() == memory.data_ptr() and states.shape[:-2] == memory.shape[:-2]
-    writable = torch.is_inference_mode_enabled() or not memory.is_inference()
-    if not begins or not writable or length > memory.shape[-2]:
+    if not begins or not _is_writable(memory) or length > memory.shape[-2]:
         memory = grown(states, used, max(length + SPARE, used + used // 2))
     memory[..., used:length, :] = new
     return memory[..., :length, :], memory
+
+
+def _is_writable(memory: Tensor) -> bool:
+    """What was made in inference mode cannot be written outside of it."""
+    return torch.is_inference_mode_enabled() or not memory.is_inference()
 
 
 def appending_cache(model: Any, config: GenerationConfig) -> dict[str, Any]:

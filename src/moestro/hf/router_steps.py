@@ -87,7 +87,11 @@ def _parameters(module: nn.Module) -> list[Tensor]:
 def _made(module: Any, rows: Tensor, layout: list[Layout]) -> _Route | None:
     """The first way to score that gives what the module's own forward gives for most of some random rows."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    if rows.dtype != weight.dtype or rows.shape[1] != weight.shape[1] or (bias is not None and bias.dtype != rows.dtype):
+    if (
+        rows.dtype != weight.dtype
+        or rows.shape[1] != weight.shape[1]
+        or (bias is not None and bias.dtype != rows.dtype)
+    ):
         return None
     chosen = prepare(PROJECTION, rows, weight, bias).implementation
     isa = next((isa for isa in native.ISAS if f"cpu-{isa.name}" == chosen), None)
