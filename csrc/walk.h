@@ -80,7 +80,8 @@ private:
     template <int N>
     void describe(const Products& products, Reader& reader, int64_t column, ReadRow* at, FourRows* rows) const;
     template <int N> void rows_of_step(const Range& range, int64_t i, ReadRow* at) const;
-    void add_bias(const Products& products, const ReadRow* at, int64_t m, float* sums) const;
+    void add_bias(const FloatArray& bias, int64_t expert, int64_t first, int64_t n, int64_t m, float* const* sums);
+    void add_gate_up_bias(int64_t expert, int64_t column, int64_t n, int64_t m, const Room& room);
 
     // walk_tiles.cpp: tiles of bfloat16. `first` and `n` number tiles of tokens, among all and from there.
     void tiled_gate_up(const Active& active, Reader& reader, int64_t first, int64_t n, uint8_t* room);

@@ -116,21 +116,34 @@ void Walk::multiply(const Products& products, Reader& reader, int64_t column, in
         if (n > 0) row_ops_->four_rows(rows, products.x, n, sums, room.panel);
         if (n < m) isa_.four_rows(rows, products.x + n, m - n, sums + 4 * n, room.panel);
     }
-    add_bias(products, at, m, sums);
 }
 
-void Walk::add_bias(const Products& products, const ReadRow* at, int64_t m, float* sums) const {
-    const FloatArray& bias = &products.projection == &call_.gate_up ? call_.gate_up_bias : call_.down_bias;
-    if (!bias.data) return;
-    float values[kInt8TileRows];
-    const int64_t n = products.rows;
-    for (int64_t i = 0; i < n; ++i) {
-        const int64_t index = products.expert * bias.stride + at[i].row;
-        isa_.widen(static_cast<const uint8_t*>(bias.data) + bytes_of(bias.dtype, index), bias.dtype, 1, 1.0f,
-                   values + i);
-    }
+// Adds the bias of n outputs of an expert, the first of them given, to each of m rows of sums.
+void Walk::add_bias(const FloatArray& bias, int64_t expert, int64_t first, int64_t n, int64_t m, float* const* sums) {
+    float values[kChunk];
+    const auto* from = static_cast<const uint8_t*>(bias.data) + bytes_of(bias.dtype, expert * bias.stride + first);
+    isa_.widen(from, bias.dtype, n, 1.0f, values);
     for (int64_t t = 0; t < m; ++t)
-        for (int64_t i = 0; i < n; ++i) sums[n * t + i] += values[i];
+        for (int64_t i = 0; i < n; ++i) sums[t][i] += values[i];
+}
+
+// The same for n columns of h, where gate and up may alternate.
+void Walk::add_gate_up_bias(int64_t expert, int64_t column, int64_t n, int64_t m, const Room& room) {
+    const FloatArray& bias = call_.gate_up_bias;
+    const Activation& act = call_.activation;
+    if (!bias.data) return;
+    float *gate[kTokenBlock], *up[kTokenBlock];
+    for (int64_t t = 0; t < m; ++t) gate[t] = room.gate + t * kChunk, up[t] = room.up + t * kChunk;
+    if (!act.gated || !act.interleaved) {
+        add_bias(bias, expert, column, n, m, gate);
+        if (act.gated) add_bias(bias, expert, call_.intermediate_size + column, n, m, up);
+        return;
+    }
+    float values[2 * kChunk];
+    const auto* from = static_cast<const uint8_t*>(bias.data) + bytes_of(bias.dtype, expert * bias.stride + 2 * column);
+    isa_.widen(from, bias.dtype, 2 * n, 1.0f, values);
+    for (int64_t t = 0; t < m; ++t)
+        for (int64_t i = 0; i < n; ++i) gate[t][i] += values[2 * i], up[t][i] += values[2 * i + 1];
 }
 
 void Walk::gate_up(const Active& active, Reader& reader, int64_t first, int64_t m, const Room& room) {
@@ -148,6 +161,7 @@ void Walk::gate_up(const Active& active, Reader& reader, int64_t first, int64_t 
                 for (int64_t t = 0; t < m && at[j].counts; ++t) to[t * kChunk] = room.sums[all.rows * t + j];
             }
         }
+        add_gate_up_bias(active.expert, c, stop - c, m, room);
         activate(range, c, block, m, room);
     }
 }
@@ -174,6 +188,12 @@ void Walk::down(const Active& active, Reader& reader, int64_t first, int64_t m, 
         for (int64_t j = 0; j < all.rows; ++j)
             for (int64_t t = 0; t < m && at[j].counts; ++t)
                 y_[block.row[t] * y_stride_ + at[j].row] = room.sums[all.rows * t + j];
+    }
+    if (!call_.down_bias.data) return;
+    for (int64_t i = range.first; i < range.last; i += kChunk) {
+        float* y[kTokenBlock];
+        for (int64_t t = 0; t < m; ++t) y[t] = y_ + block.row[t] * y_stride_ + i;
+        add_bias(call_.down_bias, active.expert, i, std::min(kChunk, range.last - i), m, y);
     }
 }
 

@@ -270,7 +270,7 @@ def _engine_of(module: Any, linears: list[Any], x: Tensor, shape: tuple[int, int
     isa = _isa(chosen)
     if isa is None:
         return f"attention runs in {chosen}"
-    found = [norms.known(module._modules[name], x.dtype) for name in NORMS if name in module._modules]
+    found = [norms.native_norm(module._modules[name], x.dtype) for name in NORMS if name in module._modules]
     if None in found:
         return "its norms are none that the engine computes"
     q_norm, k_norm = found or (None, None)

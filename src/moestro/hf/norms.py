@@ -58,7 +58,7 @@ def is_norm(module: nn.Module) -> bool:
     return bool(named and alone and _epsilon(module) is not None)
 
 
-def known(module: nn.Module, dtype: torch.dtype) -> Any:
+def native_norm(module: nn.Module, dtype: torch.dtype) -> Any:
     """The engine's norm for rows of this dtype, if it gives what the module's own forward gives; else None."""
     of = _state(module, dtype)
     found = module.__dict__.get(KEPT)
@@ -70,7 +70,7 @@ def known(module: nn.Module, dtype: torch.dtype) -> Any:
 def _normalised(module: nn.Module, forward: Any, x: Any, *others: Any) -> Tensor | None:
     if others or type(x) is not Tensor or not x.is_cpu or not x.is_contiguous() or x.is_neg() or not x.numel():
         return None
-    found = known(module, x.dtype)
+    found = native_norm(module, x.dtype)
     columns = x.shape[-1]
     if found is None or columns != module._parameters["weight"].shape[0]:  # type: ignore[union-attr]
         return None
