@@ -34,23 +34,23 @@ public:
 
     void row(const void* x, Element dtype, void* out) const {
         float* wide = scratch().reserve(2 * step_);
-        float* room = wide + step_;
         isa_.widen(x, dtype, norm_.columns, 1.0f, wide);
         const float mean = sum_of_squares(wide, norm_.columns) / static_cast<float>(norm_.columns);
         const float factor = 1.0f / std::sqrt(mean + norm_.epsilon);
-        for (int64_t i = 0; i < norm_.columns; ++i) wide[i] *= factor;
         if (norm_.rounds_twice && dtype != Element::f32) {
-            write(wide, dtype, room);
-            isa_.widen(room, dtype, norm_.columns, 1.0f, wide);
+            float* rounded = wide + step_;
+            write(wide, factor, dtype, rounded);
+            isa_.widen(rounded, dtype, norm_.columns, 1.0f, wide);
+            for (int64_t i = 0; i < norm_.columns; ++i) wide[i] *= weight_[i];
+        } else {
+            for (int64_t i = 0; i < norm_.columns; ++i) wide[i] = wide[i] * factor * weight_[i];
         }
-        for (int64_t i = 0; i < norm_.columns; ++i) wide[i] *= weight_[i];
-        write(wide, dtype, out);
+        write(wide, 1.0f, dtype, out);
     }
 
 private:
-    void write(const float* from, Element dtype, void* to) const {
-        const float one = 1.0f;
-        isa_.combine(&from, &one, 1, norm_.columns, to, dtype);
+    void write(const float* from, float factor, Element dtype, void* to) const {
+        isa_.combine(&from, &factor, 1, norm_.columns, to, dtype);
     }
 
     const Isa& isa_;

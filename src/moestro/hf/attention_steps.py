@@ -135,15 +135,23 @@ def serve_attention_steps(model: nn.Module) -> None:
 
 
 def served_steps(model: nn.Module) -> dict[str, str | None]:
-    """The modules of attention whose steps the engine may compute as a whole, by their names: None where it does, or
-    why not; "no step has come yet" before the first one has."""
+    """The modules of attention whose steps the engine may compute as a whole, by their names: None where it did the last
+    time, or the reason why it does not. Before the first step that is "no step that it takes has come yet"."""
     found: dict[str, str | None] = {}
     for name, module in model.named_modules():
         if hasattr(type(module), "_moestro_own_class") and is_known_attention(module):
-            steps = module.__dict__.get(KEPT)
-            last = list(steps.by_call.values())[-1:] if isinstance(steps, Steps) else ["no step has come yet"]
-            found[name] = next((each for each in last if isinstance(each, str)), None)
+            found[name] = _why_not(module)
     return found
+
+
+def _why_not(module: Any) -> str | None:
+    steps, name = module.__dict__.get(KEPT), module.config._attn_implementation
+    if name not in _FUNCTIONS:
+        return f"its attention is {name!r}, which is not the engine's"
+    if not isinstance(steps, Steps):
+        return "no step that it takes has come yet"
+    last = list(steps.by_call.values())[-1]
+    return last if isinstance(last, str) else None
 
 
 def is_known_attention(module: nn.Module) -> bool:

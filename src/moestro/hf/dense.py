@@ -24,6 +24,9 @@ _FLOATS = (*_SERVED, torch.float32)
 _ROUTED = re.compile(r"(^|[._])(gate|gating|switch|router\w*)(\.|$)|(^|\.)experts?\.")
 """In names of routers' linear modules, and of experts' own."""
 
+_OF_EXPERTS = re.compile(r"(^|\.)experts?\.")
+"""In names of experts' own linear modules, which their adapter reads."""
+
 _READ = re.compile(r"(^|\.)(weights_proj|dt_proj)$")
 """In names of small linear modules whose weight their models read themselves: sparse attention's choice of tokens, and
 the time steps of state spaces."""
@@ -183,8 +186,8 @@ def serve_projections(model: nn.Module, projections: str) -> None:
     and the embedding that shares the head's weight, keep theirs. Modules of other classes stay as they are.
     """
     if projections == "auto":
-        for module in model.modules():
-            if type(module) is nn.Linear and module.weight.dtype in _SERVED:
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear and module.weight.dtype in _SERVED and not _OF_EXPERTS.search(name):
                 module.__class__ = Projection
     elif projections not in PROJECTIONS:
         modules = list(storable(model))
