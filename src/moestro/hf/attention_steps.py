@@ -64,7 +64,6 @@ class Step:
     threads: int
     parts: tuple[type, ...]
     layout: list[Layout]
-    sinks: Tensor | None
 
     def run(self, module: Any, x: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None, past: Any) -> Tensor:
         """The module's result [B, 1, hidden] for x of that shape; the cache has the new keys and values then."""
@@ -120,7 +119,7 @@ def _can_read(key: Tensor, value: Tensor, mask: Tensor | None, sizes: tuple[int,
 
 def _one_by_one(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """What is left of the module's forward, where a cache or a mask is none that the engine reads."""
-    function = _FUNCTIONS[module.config._attn_implementation]
+    function: Any = _FUNCTIONS[module.config._attn_implementation]
     y, _ = function(module, query, key, value, mask, scaling=module.scaling)
     out: Tensor = module.o_proj(y.reshape(len(query), 1, -1))
     return out
@@ -135,8 +134,8 @@ def serve_attention_steps(model: nn.Module) -> None:
 
 
 def served_steps(model: nn.Module) -> dict[str, str | None]:
-    """The modules of attention whose steps the engine may compute as a whole, by their names: None where it did the last
-    time, or the reason why it does not. Before the first step that is "no step that it takes has come yet"."""
+    """The modules of attention whose steps the engine may compute as a whole, by their names: None where it did the
+    last time, or the reason why it does not. Before the first step that is "no step that it takes has come yet"."""
     found: dict[str, str | None] = {}
     for name, module in model.named_modules():
         if hasattr(type(module), "_moestro_own_class") and is_known_attention(module):
@@ -244,11 +243,10 @@ def _made(
     engine = _engine_of(module, linears, x, (heads, groups, columns))
     if isinstance(engine, str):
         return engine
-    sinks = module._parameters.get("sinks")
     for turn in (Turn(width, width // 2), Turn(2 * width, 0)):
         if turn.columns <= columns and turn.columns % 2 == 0:
             sizes = heads, groups, columns, shapes[3][0]
-            step = Step(engine, sizes, turn, torch.get_num_threads(), types, layout, sinks)
+            step = Step(engine, sizes, turn, torch.get_num_threads(), types, layout)
             if _reproduces(module, forward, step, x, position):
                 return step
     return "it computes something else than rotary positions and a softmax"

@@ -20,6 +20,10 @@ class AppendingLayer(DynamicLayer):
     What is put in their place, as a beam search does, is copied once. For inference: no gradient goes through a copy.
     """
 
+    keys: Tensor
+    values: Tensor
+    _memory: tuple[Tensor, Tensor]
+
     def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Memory for the keys and the values of one more token, [B, heads, head_dim] each: whoever has written it calls
         `take`. None where there is none."""

@@ -74,9 +74,9 @@ def _routed(module: Any, forward: Any, x: Any, *others: Any) -> tuple[Tensor, Te
     if not isinstance(kept, Routes):
         kept = module.__dict__[KEPT] = Routes()
     key, layout = (len(rows), x.dtype, torch.get_num_threads()), layout_key(_parameters(module))
-    if key not in kept.by_call or (kept.by_call[key] is not None and kept.by_call[key].layout != layout):
-        kept.by_call[key] = _made(module, rows, layout)
-    found = kept.by_call[key]
+    found = kept.by_call.get(key)
+    if key not in kept.by_call or (found is not None and found.layout != layout):
+        found = kept.by_call[key] = _made(module, rows, layout)
     return None if found is None else found.run(rows)
 
 

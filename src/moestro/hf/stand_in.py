@@ -30,7 +30,8 @@ class Kept:
 def stand_in(module: nn.Module, way: Way) -> None:
     """Have a module ask `way` first where no gradient is recorded and no graph is traced; its own forward stays."""
     if not hasattr(type(module), "_moestro_own_class"):
-        module.__class__ = _class(type(module), way)
+        own: Any = type(module)
+        module.__class__ = _class(own, way)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -41,9 +42,11 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own."""
+    """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own, nobody told
+    of it."""
     state = module.__dict__
-    return not (state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state)
+    hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state
+    return not hooked and type(module)._call_impl is nn.Module._call_impl
 
 
 @cache
