@@ -62,7 +62,7 @@ class Step:
     sizes: tuple[int, int, int, int]  # heads, groups, columns of a head, columns of the output
     turn: Turn
     threads: int
-    parts: tuple[type, ...]
+    parts: tuple[Any, ...]
     layout: list[Layout]
 
     def run(self, module: Any, x: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None, past: Any) -> Tensor:
@@ -211,29 +211,35 @@ def _step_for(module: Any, forward: Any, x: Tensor, position: tuple[Tensor, Tens
     parts = _parts(module)
     if parts is None:
         return "a part of it has a hook"
-    types, tensors = parts
-    if found is None or (isinstance(found, Step) and (found.parts != types or found.layout != layout_key(tensors))):
-        found = steps.by_call[key] = _made(module, forward, x, position, types, layout_key(tensors))
+    kinds, tensors = parts
+    if found is None or (isinstance(found, Step) and (found.parts != kinds or found.layout != layout_key(tensors))):
+        found = steps.by_call[key] = _made(module, forward, x, position, (kinds, layout_key(tensors)))
     return found
 
 
-def _parts(module: Any) -> tuple[tuple[type, ...], list[Tensor]] | None:
-    """The classes of a module's parts and all that they hold; None where a call of one is more than its forward."""
-    types, tensors = [], [t for t in module._parameters.values() if t is not None]
-    for child in module._modules.values():
+def _parts(module: Any) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """What a module's parts are, numbers and classes, and the tensors that they hold; None where a call of one is more
+    than its forward."""
+    parts: list[Any] = [module.scaling, module.head_dim]
+    tensors = [t for t in module._parameters.values() if t is not None]
+    for name, child in module._modules.items():
         if not is_untouched(child):
             return None
-        types.append(type(child))
+        parts.append(type(child))
+        if name in NORMS:
+            parts.append(norms.epsilon(child))
         tensors += [t for t in child._parameters.values() if t is not None]
         if child.__class__ is StoredProjection:
             tensors += child.stored.tensors
-    return tuple(types), tensors
+    return tuple(parts), tensors
 
 
 def _made(
-    module: Any, forward: Any, x: Tensor, position: tuple[Tensor, Tensor], types: tuple[type, ...], layout: list[Layout]
+    module: Any, forward: Any, x: Tensor, position: tuple[Tensor, Tensor], state: tuple[tuple[Any, ...], list[Layout]]
 ) -> Step | str:
     """The step of the first way to turn heads that gives what the module's own forward gives, or why there is none."""
+    if not is_known_attention(module):
+        return "a part of it was replaced"
     linears = [module._modules[name] for name in LINEARS]
     columns, width = module.head_dim, position[0].shape[2]
     shapes = [(each.stored if each.stored is not None else each.weight).shape for each in linears]
@@ -246,7 +252,7 @@ def _made(
     for turn in (Turn(width, width // 2), Turn(2 * width, 0)):
         if turn.columns <= columns and turn.columns % 2 == 0:
             sizes = heads, groups, columns, shapes[3][0]
-            step = Step(engine, sizes, turn, torch.get_num_threads(), types, layout)
+            step = Step(engine, sizes, turn, torch.get_num_threads(), *state)
             if _reproduces(module, forward, step, x, position):
                 return step
     return "it computes something else than rotary positions and a softmax"

@@ -55,7 +55,7 @@ def is_norm(module: nn.Module) -> bool:
     named = _NAME.search(type(module).__name__) and not module._modules and not module._buffers
     weight = module._parameters.get("weight")
     alone = list(module._parameters) == ["weight"] and weight is not None and weight.dim() == 1
-    return bool(named and alone and _epsilon(module) is not None)
+    return bool(named and alone and epsilon(module) is not None)
 
 
 def native_norm(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -80,14 +80,15 @@ def _normalised(module: nn.Module, forward: Any, x: Any, *others: Any) -> Tensor
     return out
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def epsilon(module: nn.Module) -> float | None:
+    """What a norm adds to the mean square."""
     found = (module.__dict__.get(name) for name in _EPSILONS)
     return next((value for value in found if isinstance(value, float)), None)
 
 
 def _state(module: nn.Module, dtype: torch.dtype) -> tuple[list[Layout], torch.dtype, float | None]:
     weight: Any = module._parameters["weight"]
-    return layout_key((weight,)), dtype, _epsilon(module)
+    return layout_key((weight,)), dtype, epsilon(module)
 
 
 def _recognised(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -105,7 +106,7 @@ def _recognised(module: nn.Module, dtype: torch.dtype) -> Any:
         return None
     best, least = None, torch.inf
     for kind in KINDS:
-        made = _native(weight, _epsilon(module), kind)
+        made = _native(weight, epsilon(module), kind)
         found = torch.empty_like(probe)
         made.run(1, len(probe), probe.data_ptr(), len(weight), native.FLOATS[dtype], found.data_ptr())
         error = float((found.double() - wanted.double()).abs().max())

@@ -17,11 +17,11 @@ from moestro.ops.projection.cpu import linear
 from moestro.ops.tensors import Layout, layout_key
 from moestro.tolerances import disagreement
 
-_TRIED = 16
-"""Random rows on which a router is tried."""
+_TRIED = 32
+"""Random rows on which a router is tried: half of them small, whose experts' weights are nearly equal."""
 
-_AGREEING = 12
-"""So many of them have to be right: where two scores round to one number, either expert may be taken."""
+_CLEAR = 8
+"""So many of them need a clear choice, whose last logit is that far above the next one that no rounding turns it."""
 
 
 class Routes(Kept):
@@ -85,7 +85,7 @@ def _parameters(module: nn.Module) -> list[Tensor]:
 
 
 def _made(module: Any, rows: Tensor, layout: list[Layout]) -> _Route | None:
-    """The first way to score that gives what the module's own forward gives for most of some random rows."""
+    """The first way to score that gives what the module's own forward gives for random rows."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if (
         rows.dtype != weight.dtype
@@ -98,7 +98,9 @@ def _made(module: Any, rows: Tensor, layout: list[Layout]) -> _Route | None:
     if isa is None or (bias is not None and bias.stride(0) != 1):
         return None
     generator = torch.Generator("cpu").manual_seed(0)
-    probe = torch.randn(_TRIED, rows.shape[1], generator=generator, device="cpu", dtype=torch.float32).to(rows.dtype)
+    probe = torch.randn(_TRIED, rows.shape[1], generator=generator, device="cpu", dtype=torch.float32)
+    probe[::2] *= 0.02
+    probe = probe.to(rows.dtype)
     wanted = own_forward(module)(module, probe)
     if not _is_routing(wanted, module.top_k, len(weight)):
         return None
@@ -148,9 +150,16 @@ def _is_routing(found: Any, top_k: int, num_experts: int) -> bool:
 
 
 def _agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
-    """Whether the logits are equal, and of enough rows the weight of every expert."""
-    if disagreement(found[0], wanted[0]) is not None:
+    """Whether the logits are equal, and the weight of every expert is in each row whose choice is clear."""
+    logits, weights, ids = wanted
+    if disagreement(found[0], logits) is not None:
         return False
-    mine, theirs = (torch.zeros(each[0].shape).scatter_(1, each[2], each[1].float()) for each in (found, wanted))
+    clear = torch.ones(len(logits), dtype=torch.bool, device="cpu")
+    if ids.shape[1] < logits.shape[1]:
+        best = logits.float().topk(ids.shape[1] + 1).values
+        clear = best[:, -2] - best[:, -1] > 4 * torch.finfo(logits.dtype).eps * best[:, -2:].abs().amax(1)
+    mine, theirs = (
+        torch.zeros(logits.shape, device="cpu").scatter_(1, each[2], each[1].float())[clear] for each in (found, wanted)
+    )
     rows = zip(mine, theirs, strict=True)
-    return sum(disagreement(a, b, wanted[1].dtype) is None for a, b in rows) >= _AGREEING
+    return len(mine) >= _CLEAR and all(disagreement(a, b, weights.dtype) is None for a, b in rows)
