@@ -36,6 +36,8 @@ TESTS = (
     "tests/routing/test_routing_cpu.py",
     "tests/hf/test_dense.py",
     "tests/hf/test_experts.py",
+    "tests/hf/test_norms_and_routers.py",
+    "tests/hf/test_steps.py",
 )
 """Those of the engine, the layer, and the seam to Transformers. What forces a set by its name is the same with a mask,
 and the tests as they are run it with every set; here it is what draws the whole call."""
