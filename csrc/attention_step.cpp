@@ -21,6 +21,16 @@ void keep(const AttentionStep& step, const uint8_t* rows, int64_t batch, const C
                 rows, static_cast<size_t>(bytes));
 }
 
+void add(const Isa& isa, const StepOut& to, Element dtype, int64_t values) {
+    float* own = Between::arena().reserve(2 * round_up(values, 16));
+    float* residual = own + round_up(values, 16);
+    isa.widen(to.out, dtype, values, 1.0f, own);
+    isa.widen(to.residual, dtype, values, 1.0f, residual);
+    const float* rows[2] = {residual, own};
+    const float ones[2] = {1.0f, 1.0f};
+    isa.combine(rows, ones, 2, values, to.out, dtype);
+}
+
 }  // namespace
 
 void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens, void* out, int num_threads) {
@@ -31,8 +41,14 @@ void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens
     linear(*prepared.isa, call);
 }
 
-void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int64_t batch, const Rotary& rotary,
+void project(const Isa& isa, const AttentionStep& step, const FloatArray& given, int64_t batch, const Rotary& rotary,
              void* out, const CacheRows (&cache)[2], int num_threads) {
+    FloatArray x = given;
+    if (step.norm_before) {
+        x.stride = step.norm_before->columns;
+        x.data = Between::arena().reserve(batch * x.stride);
+        rms_norm(isa, *step.norm_before, given, batch, const_cast<void*>(x.data), 1);
+    }
     const int64_t q_size = step.heads * step.head_size, k_size = step.groups * step.head_size;
     auto* q = static_cast<uint8_t*>(out);
     auto* k = q + bytes_of(x.dtype, batch * q_size);
@@ -50,7 +66,7 @@ void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int
     keep(step, v, batch, cache[1]);
 }
 
-void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void* out) {
+void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, const StepOut& to) {
     call.heads = step.heads, call.groups = step.groups, call.columns = step.head_size;
     call.scale = step.scale;
     const int64_t size = step.heads * call.value_columns;
@@ -59,7 +75,10 @@ void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void*
     if (step.sinks.data) isa.widen(step.sinks.data, step.sinks.dtype, step.heads, 1.0f, sinks), call.sinks = sinks;
     call.out = sinks + round_up(step.heads, 16);
     attention(isa, call);
-    run(step.o, {call.out, call.dtype, size}, call.batch, out, call.num_threads);
+    run(step.o, {call.out, call.dtype, size}, call.batch, to.out, call.num_threads);
+    const int64_t wide = step.o.call.weights.rows;
+    if (to.residual) add(isa, to, call.dtype, call.batch * wide);
+    if (to.normalised) rms_norm(isa, *step.norm_after, {to.out, call.dtype, wide}, call.batch, to.normalised, 1);
 }
 
 }  // namespace moestro

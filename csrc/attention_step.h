@@ -23,6 +23,8 @@ struct AttentionStep {
     std::optional<RmsNorm> q_norm, k_norm;  // of each head, or of all of a token's heads together
     float scale = 1.0f;
     FloatArray sinks;  // [heads], or null
+    // Around it, where they belong to it: of what comes in, and of the sum of that and what comes out.
+    std::optional<RmsNorm> norm_before, norm_after;
 };
 
 // Memory of a cache for one new row of each group: keys and values [batch, groups, head_size], columns contiguous.
@@ -36,7 +38,14 @@ struct CacheRows {
 void project(const Isa& isa, const AttentionStep& step, const FloatArray& x, int64_t batch, const Rotary& rotary,
              void* out, const CacheRows (&cache)[2], int num_threads);
 
-// out [batch, rows of o] = o of the attention of queries as `project` wrote them. `call` lacks what the step knows.
-void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, void* out);
+// Where the results of a step go: [batch, rows of o] each.
+struct StepOut {
+    void* out = nullptr;
+    const void* residual = nullptr;  // or null: nothing is added to `out`
+    void* normalised = nullptr;      // where there is a norm after it
+};
+
+// `out` = o of the attention of queries as `project` wrote them. `call` lacks what the step knows.
+void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, const StepOut& to);
 
 }  // namespace moestro

@@ -54,7 +54,7 @@ void make_norm(Norm* self, int64_t isa, const FloatArray& weight, int64_t column
 std::optional<RmsNorm> norm_of(const Norm* norm, int64_t head_size, int64_t heads) {
     if (!norm) return std::nullopt;
     const int64_t columns = norm->described().columns;
-    need(columns == head_size || columns == head_size * heads, "a norm of neither a head nor all heads");
+    need(columns == head_size || columns == head_size * heads, "a norm of other columns");
     return norm->described();
 }
 
@@ -98,19 +98,21 @@ public:
     }
 
     void attend(int64_t num_threads, int64_t batch, uint64_t query, const Rows& key, const Rows& value,
-                int64_t num_keys, std::tuple<uint64_t, int64_t> mask, uint64_t out) const {
+                int64_t num_keys, std::tuple<uint64_t, int64_t> mask, uint64_t out, uint64_t residual,
+                uint64_t normalised) const {
         check(batch);
         AttentionCall call;
         call.batch = batch, call.num_keys = num_keys, call.value_columns = step_.head_size;
         need(num_keys > 0 && batch * step_.heads < kMostTokens / num_keys, "sizes out of range");
         call.dtype = dtype_;
+        need(!normalised == !step_.norm_after, "a norm without a place, or a place without a norm");
         need(query && std::get<0>(key) && std::get<0>(value) && out, "no address");
         call.query.data = at<void>(query);
         call.key = rows_at(key), call.value = rows_at(value);
         call.mask = {at<void>(std::get<0>(mask)), dtype_, std::get<1>(mask)};
         call.num_threads = checked_threads(num_threads);
         const nb::gil_scoped_release release;
-        moestro::attend(isa_, step_, call, at<void>(out));
+        moestro::attend(isa_, step_, call, {at<void>(out), at<void>(residual), at<void>(normalised)});
     }
 
 private:
@@ -130,7 +132,8 @@ private:
 };
 
 void make_step(Step* self, int64_t isa, const Projections& projections, const Shape& shape, const Norm* q_norm,
-               const Norm* k_norm, float scale, const FloatArray* sinks) {
+               const Norm* k_norm, float scale, const FloatArray* sinks, const Norm* norm_before,
+               const Norm* norm_after) {
     const auto [q, k, v, o] = projections;
     need(q && k && v && o, "no projection");
     AttentionStep step;
@@ -140,6 +143,8 @@ void make_step(Step* self, int64_t isa, const Projections& projections, const Sh
     step.k_norm = norm_of(k_norm, step.head_size, step.groups);
     step.scale = scale;
     step.sinks = array_or_none(sinks);
+    step.norm_before = norm_of(norm_before, step.q.call.weights.columns, 1);
+    step.norm_after = norm_of(norm_after, step.o.call.weights.rows, 1);
     new (self) Step(checked_floats(isa), step);
 }
 
@@ -180,11 +185,12 @@ void bind_step(nb::module_& m) {
         .def("run", &Norm::run, "num_threads"_a, "num_rows"_a, "x_address"_a, "x_stride"_a, "dtype"_a, "out_address"_a);
     nb::class_<Step>(m, "AttentionStep")
         .def("__init__", &make_step, nb::kw_only(), "isa"_a, "projections"_a, "shape"_a, "q_norm"_a.none(),
-             "k_norm"_a.none(), "scale"_a, "sinks"_a.none())
+             "k_norm"_a.none(), "scale"_a, "sinks"_a.none(), "norm_before"_a.none() = nb::none(),
+             "norm_after"_a.none() = nb::none())
         .def("project", &Step::project, "num_threads"_a, "batch"_a, "x_address"_a, "x_stride"_a, "rotary"_a,
              "out_address"_a, "keys"_a, "values"_a)
         .def("attend", &Step::attend, "num_threads"_a, "batch"_a, "query_address"_a, "key"_a, "value"_a, "num_keys"_a,
-             "mask"_a, "out_address"_a);
+             "mask"_a, "out_address"_a, "residual_address"_a = 0, "normalised_address"_a = 0);
     nb::class_<Routing>(m, "RoutingStep")
         .def("__init__", &make_routing, nb::kw_only(), "isa"_a, "logits"_a, "router"_a, "top_k"_a)
         .def("run", &Routing::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "logits_address"_a,

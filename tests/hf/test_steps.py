@@ -17,9 +17,10 @@ import zoo
 from architectures import relative_error
 from hf.models import built
 from moestro.hf import attention_steps, beside, served_steps
-from moestro.hf.attention_steps import Step, is_known_attention
+from moestro.hf.attention_steps import is_known_attention
 from moestro.hf.cache import AppendingLayer, appending_cache
 from moestro.hf.stand_in import KEPT
+from moestro.hf.step import Step
 from moestro.ops import native
 from moestro.ops.dispatch import observed
 from moestro.ops.projection import PROJECTION
@@ -150,6 +151,22 @@ def test_any_cache(architecture, name, monkeypatch):
     for batch in (1, 2):
         found = logits_of_steps(model, batch, make_cache=CACHES[name])
         assert relative_error(found, logits_of_steps(plain, batch)) < EXACT
+
+
+def test_a_cache_that_the_engine_does_not_read(monkeypatch):
+    """Keys whose columns are apart: what is left of the step is done module by module."""
+    model, plain = served_model("gpt_oss"), one_by_one("gpt_oss", monkeypatch)
+    update = DynamicCache.update
+
+    def apart(*arguments, **named):
+        return tuple(t.transpose(2, 3).contiguous().transpose(2, 3) for t in update(*arguments, **named))
+
+    logits_of_steps(model, 2)
+    monkeypatch.setattr(DynamicCache, "update", apart)
+    with counted() as calls:
+        found = logits_of_steps(model, 2)
+    assert calls
+    assert relative_error(found, logits_of_steps(plain, 2)) < EXACT
 
 
 def test_a_cache_with_room_is_written_in_place(monkeypatch):
