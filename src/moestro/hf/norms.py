@@ -31,7 +31,7 @@ class Kind:
 KINDS = (Kind(0.0, True), Kind(0.0, False), Kind(1.0, False))
 
 
-class Known(Kept):
+class Recognised(Kept):
     """What one norm was found to compute, for rows of one dtype and its weight as it lay then.
 
     Attributes:
@@ -62,8 +62,8 @@ def native_norm(module: nn.Module, dtype: torch.dtype) -> Any:
     """The engine's norm for rows of this dtype, if it gives what the module's own forward gives; else None."""
     of = _state(module, dtype)
     found = module.__dict__.get(KEPT)
-    if not isinstance(found, Known) or found.of != of:
-        found = module.__dict__[KEPT] = Known(of, _recognised(module, dtype))
+    if not isinstance(found, Recognised) or found.of != of:
+        found = module.__dict__[KEPT] = Recognised(of, _recognised(module, dtype))
     return found.native
 
 
