@@ -74,13 +74,14 @@ def cache_of(model):
 
 
 @torch.no_grad()
-def logits_of_steps(model, batch=1, steps=6, make_cache=cache_of):
-    """Of a prompt, and of tokens that follow it one by one."""
+def logits_of_steps(model, batch=1, steps=6, make_cache=cache_of, same_tokens=False):
+    """Of a prompt, and of tokens that follow it one by one, maybe the same ones in every sequence."""
     given, cache, found = inputs(batch, 7), make_cache(model), []
     for step in range(steps):
         out = model(**given, past_key_values=cache, use_cache=True)
         found.append(out.logits[:, -1])
-        ids = torch.randint(3, 90, (batch, 1), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(3, 90, (1 if same_tokens else batch, 1), generator=torch.Generator().manual_seed(step))
+        ids = ids.expand(batch, 1)
         given = {
             "input_ids": ids,
             "attention_mask": torch.cat([given["attention_mask"], torch.ones(batch, 1, dtype=torch.int64)], 1),
@@ -294,11 +295,6 @@ def test_who_wants_single_operations_gets_them():
             logits_of_steps(model)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits_of_steps(model)
-        torch.use_deterministic_algorithms(True)
-        try:
-            logits_of_steps(model)
-        finally:
-            torch.use_deterministic_algorithms(False)
         past = model(**given).past_key_values
         model(input_ids=torch.tensor([[5]]), past_key_values=past).logits.sum().backward()
         model.train()
@@ -325,3 +321,21 @@ def test_a_module_that_computes_something_else_is_left_alone(monkeypatch):
     assert torch.equal(logits_of_steps(model), wanted)
     path = next(name for name, each in model.named_modules() if each is module)
     assert served_steps(model)[path] == "it computes something else than rotary positions and a softmax"
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
+def test_bits_do_not_depend_on_the_batch_in_deterministic_mode(architecture):
+    """Nor on what memory held before, which PyTorch then fills with NaN."""
+    model = served_model(architecture)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with counted() as calls:
+            alone = logits_of_steps(model, 1, make_cache=CACHES["appending"])
+        given = {name: value.repeat(3, 1) for name, value in inputs(1, 7).items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "inputs", lambda batch, length: given)
+            three = logits_of_steps(model, 3, make_cache=CACHES["appending"], same_tokens=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls
+    assert torch.equal(three, alone.expand_as(three))

@@ -73,7 +73,8 @@ def _routed(module: Any, forward: Any, x: Any, *others: Any) -> tuple[Tensor, Te
     kept = module.__dict__.get(KEPT)
     if not isinstance(kept, Routes):
         kept = module.__dict__[KEPT] = Routes()
-    key, layout = (len(rows), x.dtype, torch.get_num_threads()), layout_key(_parameters(module))
+    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    key, layout = (len(rows), x.dtype, how), layout_key(_parameters(module))
     found = kept.by_call.get(key)
     if key not in kept.by_call or (found is not None and found.layout != layout):
         found = kept.by_call[key] = _made(module, rows, layout)

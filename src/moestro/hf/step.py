@@ -151,7 +151,8 @@ def step_for(
     if parts is None:
         return "a part of it has a hook"
     kinds, tensors = parts
-    key = len(x), x.dtype, torch.get_num_threads(), position[0].shape[2], module.config._attn_implementation
+    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), module.config._attn_implementation
+    key = len(x), x.dtype, position[0].shape[2], how
     found: Step | str | None = steps.by_call.get(key)
     if found is None or (isinstance(found, Step) and (found.parts != kinds or found.layout != layout_key(tensors))):
         found = steps.by_call[key] = _made(module, around, given, (kinds, layout_key(tensors)), agrees)

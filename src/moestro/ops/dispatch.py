@@ -287,11 +287,8 @@ def observed(operation: Operation, observer: Observer, before: Before | None = N
 
 
 def is_unwatched(*operations: Operation) -> bool:
-    """Whether calls of these may be computed together: nobody is told of them, no implementation is forced, and bits
-    may depend on the batch."""
-    if settings.current().implementation is not None or torch.are_deterministic_algorithms_enabled():
-        return False
-    return _OBSERVERS.get().keys().isdisjoint(operations)
+    """Whether calls of these may be computed together: nobody is told of them, and no implementation is forced."""
+    return settings.current().implementation is None and _OBSERVERS.get().keys().isdisjoint(operations)
 
 
 def tell(operation: Operation, prepared: Prepared, arguments: tuple[Any, ...], result: Any) -> None:
