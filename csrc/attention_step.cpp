@@ -6,6 +6,9 @@ namespace moestro {
 namespace {
 
 class Between : public Workspace<Between> {};
+struct Release {
+    ~Release() { Between::release(); }
+};
 
 void normalise(const Isa& isa, const std::optional<RmsNorm>& norm, void* heads, Element dtype, int64_t values) {
     if (norm) rms_norm(isa, *norm, {heads, dtype, norm->columns}, values / norm->columns, heads, 1);
@@ -43,6 +46,7 @@ void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens
 
 void project(const Isa& isa, const AttentionStep& step, const FloatArray& given, int64_t batch, const Rotary& rotary,
              void* out, const CacheRows (&cache)[2], int num_threads) {
+    const Release release;
     FloatArray x = given;
     if (step.norm_before) {
         x.stride = step.norm_before->columns;
@@ -67,6 +71,7 @@ void project(const Isa& isa, const AttentionStep& step, const FloatArray& given,
 }
 
 void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, const StepOut& to) {
+    const Release release;
     call.heads = step.heads, call.groups = step.groups, call.columns = step.head_size;
     call.scale = step.scale;
     const int64_t size = step.heads * call.value_columns;

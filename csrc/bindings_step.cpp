@@ -68,9 +68,6 @@ class Step {
 public:
     Step(const Isa& isa, const AttentionStep& step) : isa_(isa), step_(step), dtype_(step.q.call.x.dtype) {
         const int64_t queries = step.heads * step.head_size, keys = step.groups * step.head_size;
-        need(step.groups > 0 && step.heads % step.groups == 0 && step.heads / step.groups <= kMostQueries &&
-                 step.head_size > 0 && queries < kMostColumns,
-             "heads that groups do not share");
         const int64_t columns = step.q.call.weights.columns;
         for (const PreparedLinear* each : {&step.q, &step.k, &step.v})
             need(each->call.weights.columns == columns, "projections that do not belong together");
@@ -88,7 +85,7 @@ public:
         Rotary rotary;
         uint64_t cos, sin;
         std::tie(cos, sin, rotary.stride, rotary.columns, rotary.second) = turned;
-        need(x && out && cos && sin, "no address");
+        need(x && out && (rotary.columns == 0 || (cos && sin)), "no address");
         const bool even = rotary.columns >= 0 && rotary.columns <= step_.head_size && rotary.columns % 2 == 0;
         need(even && rotary.second >= 0 && rotary.second <= rotary.columns, "positions that do not fit a head");
         rotary.cos = at<void>(cos), rotary.sin = at<void>(sin);
@@ -131,6 +128,13 @@ private:
     const Element dtype_;
 };
 
+void check_shape(const AttentionStep& step) {
+    for (const int64_t n : {step.heads, step.groups, step.head_size})
+        need(n > 0 && n < kMostColumns, "sizes out of range");
+    need(step.heads % step.groups == 0 && step.heads / step.groups <= kMostQueries, "heads that groups do not share");
+    need(step.heads * step.head_size < kMostColumns, "sizes out of range");
+}
+
 void make_step(Step* self, int64_t isa, const Projections& projections, const Shape& shape, const Norm* q_norm,
                const Norm* k_norm, float scale, const FloatArray* sinks, const Norm* norm_before,
                const Norm* norm_after) {
@@ -139,6 +143,7 @@ void make_step(Step* self, int64_t isa, const Projections& projections, const Sh
     AttentionStep step;
     step.q = q->prepared(), step.k = k->prepared(), step.v = v->prepared(), step.o = o->prepared();
     std::tie(step.heads, step.groups, step.head_size) = shape;
+    check_shape(step);
     step.q_norm = norm_of(q_norm, step.head_size, step.heads);
     step.k_norm = norm_of(k_norm, step.head_size, step.groups);
     step.scale = scale;
