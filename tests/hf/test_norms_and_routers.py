@@ -274,6 +274,7 @@ def test_a_router_gives_the_shapes_and_dtypes_of_its_class(cls, shape, engine_fo
     with torch.no_grad():
         found, wanted = module(x), own.forward(module, x)
     assert [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in wanted]
+    assert len(shape) == 3 or None not in module.__dict__[KEPT].by_call.values()
 
 
 @pytest.mark.parametrize("architecture", ["nllb_moe", "switch_transformers"])

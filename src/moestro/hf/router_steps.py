@@ -34,18 +34,20 @@ class Routes(Kept):
 class _Route:
     """The engine's call for one router whose parameters lie where they lay."""
 
-    def __init__(self, engine: Any, layout: list[Layout], sizes: tuple[int, int], weights_dtype: torch.dtype) -> None:
-        self.engine, self.layout, self.sizes, self.weights_dtype = engine, layout, sizes, weights_dtype
+    def __init__(
+        self, engine: Any, layout: list[Layout], sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> None:
+        self.engine, self.layout, self.sizes, self.dtypes = engine, layout, sizes, dtypes
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Logits [T, E], weights and ids [T, K]; None for logits that only PyTorch's own operations take."""
-        (experts, top_k), tokens = self.sizes, len(x)
+        (experts, top_k), (logits_dtype, weights_dtype), tokens = self.sizes, self.dtypes, len(x)
         logits = torch.empty_strided((tokens, experts), (experts, 1), dtype=x.dtype, device=x.device)
-        weights = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=self.weights_dtype, device=x.device)
+        weights = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=weights_dtype, device=x.device)
         ids = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=torch.int64, device=x.device)
-        to = logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), native.FLOATS[self.weights_dtype]
+        to = logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), native.FLOATS[weights_dtype]
         good = self.engine.run(torch.get_num_threads(), tokens, x.data_ptr(), x.stride(0), *to)
-        return (logits, weights, ids) if good else None
+        return (logits.to(logits_dtype), weights, ids) if good else None
 
 
 def serve_router_steps(model: nn.Module) -> None:
@@ -117,7 +119,7 @@ def _made(module: Any, rows: Tensor, dim: int, layout: list[Layout]) -> _Route |
             router=router,
             top_k=module.top_k,
         )
-        route = _Route(made, layout, sizes, wanted[1].dtype)
+        route = _Route(made, layout, sizes, (wanted[0].dtype, wanted[1].dtype))
         found = route.run(probe)
         if found is not None and _agrees(found, wanted):
             return route
@@ -155,10 +157,9 @@ def _is_routing(found: Any, top_k: int, num_experts: int) -> bool:
 
 
 def _agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
-    """Whether the logits are equal and of one dtype, and the weight of every expert is in each row whose choice is
-    clear."""
+    """Whether the logits are equal, and the weight of every expert is in each row whose choice is clear."""
     logits, weights, ids = wanted
-    if found[0].dtype != logits.dtype or disagreement(found[0], logits) is not None:
+    if disagreement(found[0], logits) is not None:
         return False
     clear = torch.ones(len(logits), dtype=torch.bool, device="cpu")
     if ids.shape[1] < logits.shape[1]:
