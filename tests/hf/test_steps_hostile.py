@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeAttention,
     Qwen3MoeDecoderLayer,
@@ -125,6 +126,32 @@ def test_a_class_that_takes_more_is_not_known():
     assert is_known_attention(layer.self_attn)
     layer.self_attn.__class__ = Scaled
     assert not is_known_attention(layer.self_attn)
+
+
+@pytest.mark.parametrize("result", ["three", "weights", "uncached"])
+def test_attention_with_other_results_is_its_own(result):
+    model = served_model("qwen3_moe")
+    module = attention_of(model)
+    cache = DynamicCache()
+
+    class Other(type(module)._moestro_own_class):
+        def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+            past = None if result == "uncached" else past_key_values
+            y, weights = super().forward(hidden_states, position_embeddings, attention_mask, past, **kwargs)
+            return (y, weights, 1) if result == "three" else (y, y if result == "weights" else None)
+
+    module.__class__ = Other
+    x, angles = torch.randn(1, 1, 32), torch.randn(1, 1, module.head_dim)
+    named = {"position_embeddings": (angles, angles), "attention_mask": None, "past_key_values": cache}
+    with torch.no_grad():
+        wanted = module(hidden_states=x, **named)
+    moestro.accelerate(model, projections="int8")
+    assert type(module) is not Other
+    with torch.no_grad():
+        found = module(hidden_states=x, **named | {"past_key_values": DynamicCache()})
+    assert len(found) == len(wanted)
+    assert [type(each) for each in found] == [type(each) for each in wanted]
+    assert torch.equal(found[0], wanted[0])
 
 
 def test_a_layer_that_cannot_be_tried_is_its_own():

@@ -157,10 +157,10 @@ def _fits(x: Tensor, position: Any) -> bool:
 def _gives_attention(module: Any, forward: Any, given: tuple[Tensor, Position], step: Step) -> bool:
     """Whether a step gives what the forward of a module of attention gives."""
 
-    def own(hidden: Tensor, position: Position, past: Any) -> Tensor:
+    def own(hidden: Tensor, position: Position, past: Any) -> Any:
         named = {"position_embeddings": position, "attention_mask": None, "past_key_values": past}
-        y: Tensor = forward(module, hidden_states=hidden, **named)[0]
-        return y
+        y, weights = forward(module, hidden_states=hidden, **named)
+        return y if weights is None else (y, weights)
 
     return _reproduces(own, lambda *tried: step.run(module, *tried)[0], given, module.layer_idx)
 
@@ -209,13 +209,12 @@ def _reproduces(
         angles = 7 * torch.randn(1, 1, cos.shape[2], generator=generator, device="cpu", dtype=torch.float32)
         position = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         try:
-            wanted = own(hidden, position, caches[0])
+            wanted, theirs = own(hidden, position, caches[0]), caches[0].layers[layer_idx]
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return False
-        found = step(hidden, position, None, caches[1])
-        mine, theirs = (cache.layers[layer_idx] for cache in caches[::-1])
-        if not isinstance(wanted, Tensor):
+        if not isinstance(wanted, Tensor) or not theirs.is_initialized:
             return False
+        found, mine = step(hidden, position, None, caches[1]), caches[1].layers[layer_idx]
         pairs = (found, wanted), (mine.keys, theirs.keys), (mine.values, theirs.values)
         if any(disagreement(a, b, x.dtype) is not None for a, b in pairs):
             return False
