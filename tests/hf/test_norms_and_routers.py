@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm, GptOssTopKRouter
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
@@ -220,6 +221,60 @@ def test_nan_and_changed_weights_of_a_router(engine_for_few_rows):
         found, wanted = module(x), own.forward(module, x)
     assert torch.equal(found[0].isnan(), wanted[0].isnan())
     assert torch.equal(found[2], wanted[2])
+
+
+def test_norms_whose_weight_says_nothing_yet():
+    """Ones and zeros, as before a checkpoint is read into them: more than one kind gives the same."""
+
+    class ScaledFirstRMSNorm(Qwen3MoeRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states * self.weight) / self.weight
+
+    module, x = ScaledFirstRMSNorm(24), torch.randn(3, 24)
+    serve_norms(module)
+    with torch.no_grad():
+        assert_close(module(x), type(module)._moestro_own_class.forward(module, x), torch.float32)
+        module.weight.copy_(torch.rand(24) + 0.5)
+        assert torch.equal(module(x), type(module)._moestro_own_class.forward(module, x))
+    plain, _ = norm_of(Qwen3MoeRMSNorm, 24, torch.float32, torch.float32)
+    serve_norms(plain)
+    with torch.no_grad():
+        plain(x)
+    assert plain.__dict__[KEPT].native is not None
+
+
+def test_a_number_is_a_row_of_one_column_to_its_class():
+    module, _ = norm_of(Qwen3MoeRMSNorm, 1, torch.float32, torch.float32)
+    own = type(module)
+    serve_norms(module)
+    with torch.no_grad():
+        assert torch.equal(module(torch.tensor(2.0)), own.forward(module, torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 2), ("norm_topk_prob", True)])
+def test_values_of_a_router_that_change_are_followed(name, value, engine_for_few_rows):
+    module = router_of(Qwen3MoeTopKRouter, torch.bfloat16)
+    own = type(module)
+    serve_router_steps(module)
+    x = 0.1 * torch.randn(2, 40).bfloat16()
+    with torch.no_grad():
+        module(x)
+        setattr(module, name, value)
+        for mine, theirs in zip(module(x), own.forward(module, x), strict=True):
+            assert_close(mine.float(), theirs.float(), torch.bfloat16)
+        assert module(x)[1].shape[1] == module.top_k
+
+
+@pytest.mark.parametrize("shape", [(2, 40), (2, 1, 40)])
+@pytest.mark.parametrize("cls", [GraniteMoeTopKRouter, Qwen3MoeTopKRouter])
+def test_a_router_gives_the_shapes_and_dtypes_of_its_class(cls, shape, engine_for_few_rows):
+    module = router_of(cls, torch.bfloat16)
+    own, x = type(module), torch.randn(shape).bfloat16()
+    serve_router_steps(module)
+    with torch.no_grad():
+        found, wanted = module(x), own.forward(module, x)
+    assert [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in wanted]
+    assert len(shape) == 3 or None not in module.__dict__[KEPT].by_call.values()
 
 
 @pytest.mark.parametrize("architecture", ["nllb_moe", "switch_transformers"])

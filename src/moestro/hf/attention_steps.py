@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moestro.hf import norms
-from moestro.hf.stand_in import KEPT, is_untouched, stand_in
+from moestro.hf.stand_in import KEPT, is_untouched, stand_in, with_parts
 from moestro.hf.step import FUNCTIONS, Position, Step, Steps, is_made_of_linears, step_for
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
@@ -25,10 +25,12 @@ from moestro.ops.projection import PROJECTION
 from moestro.tolerances import disagreement
 
 _NAMED = frozenset({"position_embeddings", "attention_mask", "past_key_values"})
-_ASKS_MORE = ("dropout", "softcap", "cache", "output_attentions", "position_bias")
+_ASKS_MORE = ("dropout", "softcap", "cache", "output_attentions")
+_TAKEN = frozenset({"self", "hidden_states", *_NAMED, "kwargs", "cache_position", "use_cache", "output_attentions"})
+"""What the forward of a module of attention may take; by anything else it may compute something else."""
 _AROUND = ("input_layernorm", "post_attention_layernorm")
 _LAYER = {"self_attn", "mlp", *_AROUND}
-_NO_STEP = "no step that it takes has come yet"
+_NO_STEP = Steps().last
 _CONTEXT = 3
 """Tokens before the one by which a module is tried."""
 
@@ -66,9 +68,7 @@ def _why_not(module: Any, holder: nn.Module) -> str | None:
     steps, name = holder.__dict__.get(KEPT), module.config._attn_implementation
     if name not in FUNCTIONS:
         return f"its attention is {name!r}, which is not the engine's"
-    if not isinstance(steps, Steps) or not steps.by_call:
-        return _NO_STEP
-    last = list(steps.by_call.values())[-1]
+    last = steps.last if isinstance(steps, Steps) else _NO_STEP
     return last if isinstance(last, str) else None
 
 
@@ -81,14 +81,16 @@ def is_known_attention(module: nn.Module) -> bool:
     if not sizes or not isinstance(values.get("layer_idx"), int):
         return False
     named = inspect.signature(type(module).forward).parameters
-    other = "position_ids" in named or getattr(values["config"], "clip_qkv", None)
-    return set(named) >= {"hidden_states", *_NAMED} and not other
+    takes = {"hidden_states", *_NAMED} <= named.keys() <= _TAKEN
+    return takes and not getattr(values["config"], "clip_qkv", None)
 
 
 def is_known_layer(module: nn.Module) -> bool:
     """Whether it is made of attention that is known, a norm before and one after it, and anything behind that."""
     children: Any = module._modules
     if set(children) != _LAYER or module._parameters or module._buffers:
+        return False
+    if not inspect.signature(type(module).forward).parameters.keys() <= {*_TAKEN, "position_ids"}:
         return False
     return is_known_attention(children["self_attn"]) and all(norms.is_norm(children[name]) for name in _AROUND)
 
@@ -130,17 +132,19 @@ def _given(module: Any, x: Any, named: dict[str, Any]) -> tuple[Tensor, Position
     """The tokens of a step and the angles of their positions; None where a call is no step of the engine."""
     if not named.keys() >= _NAMED or any(named.get(name) for name in _ASKS_MORE) or module.training:
         return None
-    if named["past_key_values"] is None or type(x) is not Tensor or x.dim() != 3 or x.shape[1] != 1:
+    if named.get("position_bias") is not None or named["past_key_values"] is None:
+        return None
+    if type(x) is not Tensor or x.dim() != 3 or x.shape[1] != 1:
         return None
     if not is_unwatched(PROJECTION, ATTENTION) or module.config._attn_implementation not in FUNCTIONS:
         return None
     position = named["position_embeddings"]
-    return (x, position) if _fits(x, position) else None
+    return (x.contiguous(), position) if _fits(x, position) else None
 
 
 def _fits(x: Tensor, position: Any) -> bool:
     """Whether tokens and the angles of their positions are rows of one dtype in memory here."""
-    if not isinstance(position, tuple) or len(position) != 2 or not x.is_cpu or not len(x) or x.stride(2) != 1:
+    if not isinstance(position, tuple) or len(position) != 2 or not x.is_cpu or not len(x) or x.is_neg():
         return False
     cos, sin = position
     for angles in position:
@@ -162,14 +166,36 @@ def _gives_attention(module: Any, forward: Any, given: tuple[Tensor, Position], 
 
 
 def _gives_layer(layer: Any, forward: Any, given: tuple[Tensor, Position], step: Step) -> bool:
-    """The same for a layer."""
+    """The same for a layer, in which something small stands for its experts: these, and who is told of them, are to
+    see no random tokens."""
     module = layer.self_attn
+    for behind in (_Halved(), _HalvedAndMore()):
+        like = with_parts(layer, self_attn=with_parts(module), mlp=behind)
 
-    def own(hidden: Tensor, position: Position, past: Any) -> Any:
-        named = {"position_embeddings": position, "attention_mask": None, "past_key_values": past}
-        return forward(layer, hidden, **named)
+        def own(hidden: Tensor, position: Position, past: Any, like: Any = like) -> Any:
+            named = {"position_embeddings": position, "attention_mask": None, "past_key_values": past}
+            return forward(like, hidden, **named)
 
-    return _reproduces(own, lambda *tried: _behind(layer, *step.run(module, *tried)), given, module.layer_idx)
+        def tried(*given: Any, like: Any = like) -> Tensor:
+            return _behind(like, *step.run(module, *given))
+
+        if _reproduces(own, tried, given, module.layer_idx):
+            return True
+    return False
+
+
+class _Halved(nn.Module):
+    """What stands for the experts of a layer in a trial."""
+
+    def forward(self, x: Tensor) -> Any:
+        return 0.5 * x
+
+
+class _HalvedAndMore(_Halved):
+    """Of one whose experts also say how they were chosen."""
+
+    def forward(self, x: Tensor) -> Any:
+        return 0.5 * x, None
 
 
 def _reproduces(
@@ -182,7 +208,11 @@ def _reproduces(
         hidden = torch.randn(x.shape, generator=generator, device="cpu", dtype=torch.float32).to(x.dtype)
         angles = 7 * torch.randn(1, 1, cos.shape[2], generator=generator, device="cpu", dtype=torch.float32)
         position = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        wanted, found = own(hidden, position, caches[0]), step(hidden, position, None, caches[1])
+        try:
+            wanted = own(hidden, position, caches[0])
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False
+        found = step(hidden, position, None, caches[1])
         mine, theirs = (cache.layers[layer_idx] for cache in caches[::-1])
         if not isinstance(wanted, Tensor):
             return False

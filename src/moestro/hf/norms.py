@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moestro.hf.stand_in import KEPT, Kept, own_forward, stand_in
+from moestro.hf.stand_in import KEPT, Kept, own_forward, stand_in, with_parts
 from moestro.ops import native
 from moestro.ops.tensors import Layout, is_ordinary, layout_key, no_extent
 from moestro.tolerances import disagreement
@@ -68,7 +68,9 @@ def native_norm(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _normalised(module: nn.Module, forward: Any, x: Any, *others: Any) -> Tensor | None:
-    if others or type(x) is not Tensor or not x.is_cpu or not x.is_contiguous() or x.is_neg() or not x.numel():
+    if others or type(x) is not Tensor or not x.is_cpu or not x.is_contiguous() or x.is_neg():
+        return None
+    if not x.numel() or not x.dim():
         return None
     found = native_norm(module, x.dtype)
     columns = x.shape[-1]
@@ -92,27 +94,29 @@ def _state(module: nn.Module, dtype: torch.dtype) -> tuple[list[Layout], torch.d
 
 
 def _recognised(module: nn.Module, dtype: torch.dtype) -> Any:
-    """The engine's norm of the kind that comes closest, if it comes close enough."""
+    """The engine's norm of the kind that comes closest with another weight, if it comes close enough: of ones, which a
+    weight may be today, more than one kind gives the same."""
     weight: Any = module._parameters["weight"]
     readable = weight.is_cpu and is_ordinary(weight) and weight.dtype in _DTYPES and weight.stride(0) == 1
     if dtype not in _DTYPES or not readable or no_extent(weight) is not None:
         return None
-    probe = _probe(len(weight)).to(dtype)
+    probe, other = _probe(len(weight)).to(dtype), _other(weight)
     try:
-        wanted = own_forward(module)(module, probe)
+        wanted = own_forward(module)(with_parts(module, weight=other), probe)
     except (RuntimeError, TypeError, ValueError):
         return None
     if not isinstance(wanted, Tensor) or wanted.dtype != dtype or wanted.shape != probe.shape:
         return None
     best, least = None, torch.inf
     for kind in KINDS:
-        made = _native(weight, epsilon(module), kind)
         found = torch.empty_like(probe)
-        made.run(1, len(probe), probe.data_ptr(), len(weight), native.FLOATS[dtype], found.data_ptr())
+        _native(other, epsilon(module), kind).run(
+            1, len(probe), probe.data_ptr(), len(weight), native.FLOATS[dtype], found.data_ptr()
+        )
         error = float((found.double() - wanted.double()).abs().max())
         if error < least and disagreement(found, wanted) is None:
-            best, least = made, error
-    return best
+            best, least = kind, error
+    return None if best is None else _native(weight, epsilon(module), best)
 
 
 def _native(weight: Tensor, epsilon: float | None, kind: Kind) -> Any:
@@ -130,6 +134,13 @@ def _native(weight: Tensor, epsilon: float | None, kind: Kind) -> Any:
 def any_floats() -> native.Isa:
     """The best instruction set that computes on floats of any kind."""
     return next(isa for isa in native.ISAS if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16)
+
+
+def _other(weight: Tensor) -> nn.Parameter:
+    """A weight of the same dtype, of random numbers."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    values = torch.rand(len(weight), generator=generator, device="cpu", dtype=torch.float32) + 0.5
+    return nn.Parameter(values.to(weight.dtype), requires_grad=False)
 
 
 def _probe(columns: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moestro.hf.norms import any_floats
-from moestro.hf.stand_in import KEPT, Kept, own_forward, stand_in
+from moestro.hf.stand_in import KEPT, Kept, own_forward, plain_values, stand_in
 from moestro.ops import native
 from moestro.ops.dispatch import prepare
 from moestro.ops.projection import PROJECTION
@@ -25,7 +25,7 @@ _CLEAR = 8
 
 
 class Routes(Kept):
-    """What one router was found to compute: by (rows, dtype, threads) a `_Route`, or None."""
+    """What one router was found to compute: by (rows, dtype, threads, plain values) a `_Route`, or None."""
 
     def __init__(self) -> None:
         self.by_call: dict[tuple[Any, ...], _Route | None] = {}
@@ -34,18 +34,20 @@ class Routes(Kept):
 class _Route:
     """The engine's call for one router whose parameters lie where they lay."""
 
-    def __init__(self, engine: Any, layout: list[Layout], sizes: tuple[int, int], weights_dtype: torch.dtype) -> None:
-        self.engine, self.layout, self.sizes, self.weights_dtype = engine, layout, sizes, weights_dtype
+    def __init__(
+        self, engine: Any, layout: list[Layout], sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> None:
+        self.engine, self.layout, self.sizes, self.dtypes = engine, layout, sizes, dtypes
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Logits [T, E], weights and ids [T, K]; None for logits that only PyTorch's own operations take."""
-        (experts, top_k), tokens = self.sizes, len(x)
-        logits = torch.empty_strided((tokens, experts), (experts, 1), dtype=x.dtype)
-        weights = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=self.weights_dtype)
-        ids = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=torch.int64)
-        to = logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), native.FLOATS[self.weights_dtype]
+        (experts, top_k), (logits_dtype, weights_dtype), tokens = self.sizes, self.dtypes, len(x)
+        logits = torch.empty_strided((tokens, experts), (experts, 1), dtype=x.dtype, device=x.device)
+        weights = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=weights_dtype, device=x.device)
+        ids = torch.empty_strided((tokens, top_k), (top_k, 1), dtype=torch.int64, device=x.device)
+        to = logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), native.FLOATS[weights_dtype]
         good = self.engine.run(torch.get_num_threads(), tokens, x.data_ptr(), x.stride(0), *to)
-        return (logits, weights, ids) if good else None
+        return (logits.to(logits_dtype), weights, ids) if good else None
 
 
 def serve_router_steps(model: nn.Module) -> None:
@@ -67,17 +69,19 @@ def is_router(module: nn.Module) -> bool:
 
 
 def _routed(module: Any, forward: Any, x: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    if others or type(x) is not Tensor or not x.is_cpu or not x.numel() or x.stride(-1) != 1 or x.is_neg():
+    if others or type(x) is not Tensor or not x.is_cpu or x.dim() not in (2, 3) or x.is_neg():
+        return None
+    if not x.numel() or x.stride(-1) != 1:
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     kept = module.__dict__.get(KEPT)
     if not isinstance(kept, Routes):
         kept = module.__dict__[KEPT] = Routes()
-    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    key, layout = (len(rows), x.dtype, how), layout_key(_parameters(module))
+    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), plain_values(module)
+    key, layout = (len(rows), x.dim(), x.dtype, how), layout_key(_parameters(module))
     found = kept.by_call.get(key)
     if key not in kept.by_call or (found is not None and found.layout != layout):
-        found = kept.by_call[key] = _made(module, rows, layout)
+        found = kept.by_call[key] = _made(module, rows, x.dim(), layout)
     return None if found is None else found.run(rows)
 
 
@@ -85,11 +89,13 @@ def _parameters(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in module._parameters.values() if tensor is not None]
 
 
-def _made(module: Any, rows: Tensor, layout: list[Layout]) -> _Route | None:
-    """The first way to score that gives what the module's own forward gives for random rows."""
+def _made(module: Any, rows: Tensor, dim: int, layout: list[Layout]) -> _Route | None:
+    """The first way to score that gives what the module's own forward gives for random rows, of one sequence where it
+    is given sequences."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if (
-        rows.dtype != weight.dtype
+        not is_router(module)
+        or rows.dtype != weight.dtype
         or rows.shape[1] != weight.shape[1]
         or (bias is not None and bias.dtype != rows.dtype)
     ):
@@ -102,7 +108,7 @@ def _made(module: Any, rows: Tensor, layout: list[Layout]) -> _Route | None:
     probe = torch.randn(_TRIED, rows.shape[1], generator=generator, device="cpu", dtype=torch.float32)
     probe[::2] *= 0.02
     probe = probe.to(rows.dtype)
-    wanted = own_forward(module)(module, probe)
+    wanted = own_forward(module)(module, probe if dim == 2 else probe[None])
     if not _is_routing(wanted, module.top_k, len(weight)):
         return None
     sizes = len(weight), module.top_k
@@ -113,7 +119,7 @@ def _made(module: Any, rows: Tensor, layout: list[Layout]) -> _Route | None:
             router=router,
             top_k=module.top_k,
         )
-        route = _Route(made, layout, sizes, wanted[1].dtype)
+        route = _Route(made, layout, sizes, (wanted[0].dtype, wanted[1].dtype))
         found = route.run(probe)
         if found is not None and _agrees(found, wanted):
             return route

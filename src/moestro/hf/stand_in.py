@@ -16,6 +16,8 @@ from moestro.ops.tensors import is_intercepted
 KEPT = "_moestro_kept"
 """What a module remembers of its calls."""
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
 Way = Callable[..., Any]
 """Given a module, its own forward and the arguments of a call; returns the result, or None where that is to run."""
 
@@ -34,19 +36,42 @@ def stand_in(module: nn.Module, way: Way) -> None:
         module.__class__ = _class(own, way)
 
 
+def own_class(module: nn.Module) -> Any:
+    """The class that a module is of without a stand-in."""
+    return getattr(type(module), "_moestro_own_class", type(module))
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward of its own class, which takes the module first."""
-    own = getattr(type(module), "_moestro_own_class", type(module))
-    forward: Callable[..., Any] = own.forward
+    forward: Callable[..., Any] = own_class(module).forward
     return forward
 
 
+def with_parts(module: nn.Module, **parts: Any) -> Any:
+    """A module of its own class that shares all with it but these parameters and modules, which lie in their place."""
+    own = own_class(module)
+    like = own.__new__(own)
+    like.__dict__.update(module.__dict__)
+    for kind in ("_parameters", "_modules"):
+        kept = module.__dict__[kind]
+        like.__dict__[kind] = {name: parts.get(name, part) for name, part in kept.items()}
+    return like
+
+
+def plain_values(module: nn.Module) -> tuple[Any, ...]:
+    """The numbers, texts and switches of a module, which its forward may read."""
+    return tuple(value for value in module.__dict__.values() if type(value) in _PLAIN)
+
+
 def is_untouched(module: nn.Module) -> bool:
-    """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own, nobody told
-    of it."""
-    state = module.__dict__
+    """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own or put into
+    its class since, nobody told of it."""
+    state, cls = module.__dict__, type(module)
     hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state
-    return not hooked and type(module)._call_impl is nn.Module._call_impl
+    if hooked or cls._call_impl is not nn.Module._call_impl:
+        return False
+    own: Any = getattr(cls, "_moestro_own_class", None)
+    return own is None or own.forward is cls._moestro_own_forward  # type: ignore[attr-defined]
 
 
 @cache
@@ -55,15 +80,15 @@ def _class(own: Any, way: Way) -> Any:
 
     @wraps(forward)
     def asked(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_free():
-            return forward(self, *arguments, **named)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or own.forward is not forward or not _is_free():
+            return own.forward(self, *arguments, **named)
         found = way(self, forward, *arguments, **named)
         return forward(self, *arguments, **named) if found is None else found
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _made, (own, way), self.__dict__
 
-    names = {"forward": asked, "__reduce_ex__": reduce, "_moestro_own_class": own}
+    names = {"forward": asked, "__reduce_ex__": reduce, "_moestro_own_class": own, "_moestro_own_forward": forward}
     return type(own.__name__, (own,), {**names, "__module__": own.__module__, "__qualname__": own.__qualname__})
 
 

@@ -15,7 +15,7 @@ from moestro.hf import norms
 from moestro.hf.attention import FUSED, STEPS, added_rows, attend, attend_steps, is_one_row
 from moestro.hf.cache import AppendingLayer
 from moestro.hf.dense import Projection, StoredProjection
-from moestro.hf.stand_in import KEPT, Kept, is_untouched
+from moestro.hf.stand_in import KEPT, Kept, is_untouched, plain_values
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
 from moestro.ops.dispatch import prepare
@@ -46,11 +46,22 @@ Around = tuple[()] | tuple[nn.Module, nn.Module]
 """The norms of a layer before and after its attention, where they belong to a step."""
 
 
+State = tuple[tuple[Any, ...], list[Layout]]
+"""What decides about a step beside its call: numbers and classes of its parts, and how their tensors lie."""
+
+
 class Steps(Kept):
-    """What one module was found to compute: by (batch, dtype, threads, angles) a `Step`, or the reason why not."""
+    """What one module was found to compute.
+
+    Attributes:
+        by_call: by (batch, dtype, angles, how PyTorch is set) the state it was found in, and a `Step` or the reason why
+            there is none.
+        last: what was found for the last call.
+    """
 
     def __init__(self) -> None:
-        self.by_call: dict[tuple[Any, ...], Step | str] = {}
+        self.by_call: dict[tuple[Any, ...], tuple[State, Step | str]] = {}
+        self.last: Step | str = "no step that it takes has come yet"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +72,6 @@ class Step:
     sizes: tuple[int, int, int, int]  # heads, groups, columns of a head, columns of the output
     turn: Turn
     threads: int
-    parts: tuple[Any, ...]
-    layout: list[Layout]
     around: Around = ()
 
     def run(self, module: Any, x: Tensor, position: Position, mask: Tensor | None, past: Any) -> tuple[Tensor, Tensor]:
@@ -77,7 +86,7 @@ class Step:
             return _one_by_one(self, module, x, (query, key, value, mask))
         rows = None if mask is None else added_rows(mask, x)
         seen = (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
-        out = torch.empty_strided((batch, 1, wide), (wide, wide, 1), dtype=x.dtype)
+        out = torch.empty_strided((batch, 1, wide), (wide, wide, 1), dtype=x.dtype, device=x.device)
         after = torch.empty_like(out) if self.around else None
         to = (out.data_ptr(),) if after is None else (out.data_ptr(), x.data_ptr(), after.data_ptr())
         places = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
@@ -89,7 +98,7 @@ class Step:
         (heads, groups, columns, _), batch = self.sizes, len(x)
         layer = _appending(past, module.layer_idx)
         room = None if layer is None else layer.room((batch, groups, columns), x.dtype)
-        made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype)
+        made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype, device=x.device)
         turned = (*_angles(position), self.turn.columns, self.turn.second)
         given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr()
         if layer is None or room is None:
@@ -134,7 +143,9 @@ def _can_read(key: Tensor, value: Tensor, mask: Tensor | None, sizes: tuple[int,
         return False
     if not is_ordinary(key) or not is_ordinary(value) or not key.is_cpu:
         return False
-    return mask is None or is_one_row(mask, batch, key.shape[2], dtype)
+    if mask is None:
+        return True
+    return is_one_row(mask, batch, key.shape[2], dtype) and mask.stride(3) == 1 and is_ordinary(mask)
 
 
 def step_for(
@@ -149,14 +160,16 @@ def step_for(
         steps = holder.__dict__[KEPT] = Steps()
     parts = _parts(module, around)
     if parts is None:
-        return "a part of it has a hook"
-    kinds, tensors = parts
+        steps.last = "a part of it has a hook, or a forward of its own"
+        return steps.last
+    kinds, tensors = (*plain_values(holder), *parts[0]), parts[1]
     how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), module.config._attn_implementation
     key = len(x), x.dtype, position[0].shape[2], how
-    found: Step | str | None = steps.by_call.get(key)
-    if found is None or (isinstance(found, Step) and (found.parts != kinds or found.layout != layout_key(tensors))):
-        found = steps.by_call[key] = _made(module, around, given, (kinds, layout_key(tensors)), agrees)
-    return found
+    state, found = (kinds, layout_key(tensors)), steps.by_call.get(key)
+    if found is None or found[0] != state:
+        found = steps.by_call[key] = state, _made(module, around, given, agrees)
+    steps.last = found[1]
+    return steps.last
 
 
 def is_made_of_linears(module: nn.Module) -> bool:
@@ -171,7 +184,7 @@ def is_made_of_linears(module: nn.Module) -> bool:
 def _parts(module: Any, around: Around) -> tuple[tuple[Any, ...], list[Tensor]] | None:
     """What a step is made of, numbers and classes, and the tensors of these; None where a call of one is more than its
     forward."""
-    parts: list[Any] = [module.scaling, module.head_dim]
+    parts: list[Any] = [*plain_values(module)]
     tensors = [t for t in module._parameters.values() if t is not None]
     for child in (*module._modules.values(), *around):
         if not is_untouched(child):
@@ -185,13 +198,7 @@ def _parts(module: Any, around: Around) -> tuple[tuple[Any, ...], list[Tensor]] 
     return tuple(parts), tensors
 
 
-def _made(
-    module: Any,
-    around: Around,
-    given: tuple[Tensor, Position],
-    state: tuple[tuple[Any, ...], list[Layout]],
-    agrees: Callable[[Step], bool],
-) -> Step | str:
+def _made(module: Any, around: Around, given: tuple[Tensor, Position], agrees: Callable[[Step], bool]) -> Step | str:
     """The step of the first way to turn heads that agrees."""
     if not is_made_of_linears(module):
         return "a part of it was replaced"
@@ -207,7 +214,7 @@ def _made(
     for turn in (Turn(width, width // 2), Turn(2 * width, 0)):
         if turn.columns <= columns and turn.columns % 2 == 0:
             sizes = heads, groups, columns, shapes[3][0]
-            step = Step(engine, sizes, turn, torch.get_num_threads(), *state, around)
+            step = Step(engine, sizes, turn, torch.get_num_threads(), around)
             if agrees(step):
                 return step
     return "it computes something else than rotary positions and a softmax"

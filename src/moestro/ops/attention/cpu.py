@@ -27,7 +27,7 @@ def prepare(isa: native.Isa, *arguments: Any) -> Prepared | str:
         query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
         (batch, heads, columns), (groups, num_keys), wide = query.shape, key.shape[1:3], value.shape[3]
-        out = torch.empty_strided((batch, heads, wide), (heads * wide, wide, 1), dtype=query.dtype)
+        out = torch.empty_strided((batch, heads, wide), (heads * wide, wide, 1), dtype=query.dtype, device=query.device)
         if out.numel():
             logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
             engine.attention(
