@@ -32,6 +32,18 @@ inline const Isa& checked_isa(int64_t index) {
     return *kIsas[index];
 }
 inline FloatArray array_or_none(const FloatArray* array) { return array ? *array : FloatArray(); }
+// Refuses a projection that cannot be multiplied by tiles of bfloat16.
+inline void need_tiles(const Projection& p, int64_t most_blocks) {
+    const bool is_bf16 = p.element == Element::bf16;
+    need(is_bf16 || has_scale(p.element), "an instruction set that multiplies bfloat16 only, and something else");
+    const bool bytes = p.element == Element::i8 || p.element == Element::e4m3;
+    const bool by_group = bytes || p.element == Element::i4 || p.element == Element::u4;
+    need(!by_group || p.group_columns % 32 == 0, "groups that do not fill tiles");
+    need(!bytes || (p.group_columns & (p.group_columns - 1)) == 0, "groups that are no power of two");
+    const bool powers = p.element == Element::e2m1 && p.scale == Scale::e8m0;
+    need(!powers || p.group_columns == 0 || p.group_columns == 32, "powers of two as scales of other groups than 32");
+    need(!is_bf16 || p.num_blocks <= most_blocks, "matrices that end inside a tile");
+}
 inline int checked_threads(int64_t num_threads) {
     need(num_threads > 0 && num_threads <= kMostThreads, "a number of threads out of range");
     return static_cast<int>(num_threads);

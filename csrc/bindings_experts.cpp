@@ -25,19 +25,6 @@ namespace {
 
 constexpr int64_t kMostPieces = 1 << 20;
 
-// Whether a projection can be multiplied by tiles of bfloat16.
-void need_tiles(const Projection& p, int64_t most_blocks) {
-    const bool is_bf16 = p.element == Element::bf16;
-    need(is_bf16 || has_scale(p.element), "an instruction set that multiplies bfloat16 only, and something else");
-    const bool bytes = p.element == Element::i8 || p.element == Element::e4m3;
-    const bool by_group = bytes || p.element == Element::i4 || p.element == Element::u4;
-    need(!by_group || p.group_columns % 32 == 0, "groups that do not fill tiles");
-    need(!bytes || (p.group_columns & (p.group_columns - 1)) == 0, "groups that are no power of two");
-    const bool powers = p.element == Element::e2m1 && p.scale == Scale::e8m0;
-    need(!powers || p.group_columns == 0 || p.group_columns == 32, "powers of two as scales of other groups than 32");
-    need(!is_bf16 || p.num_blocks <= most_blocks, "matrices that end inside a tile");
-}
-
 // Everything of a call that does not change from one to the next, checked once.
 class ExpertMlp {
 public:

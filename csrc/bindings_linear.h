@@ -17,9 +17,9 @@ public:
         need(!weights.kept(), "weights that are not one matrix");
         need(call_.wide_rows >= 0, "a negative number of rows");
         call_.weights = weights.projection(call_.weights.rows ? 1 : 0);
-        const Element element = call_.weights.element;
-        need(!isa.tiles || (call_.x.dtype == Element::bf16 && (element == Element::bf16 || has_scale(element))),
+        need(!isa.tiles || call_.x.dtype == Element::bf16,
              "an instruction set that multiplies bfloat16 only, and something else");
+        if (isa.tiles) need_tiles(call_.weights, 1);
         need(isa.four_rows || isa.tiles, "an instruction set that multiplies int8 only");
     }
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", f"-I{ROOT / 'csrc'}")
 PARTS = (
-    *("choose", "counting_sort", "grouping", "linear", "plan", "processor", "rows", "schedule", "topk"),
-    *("walk", "walk_dots", "walk_tiles"),
+    *("attention", "attention_step", "choose", "counting_sort", "grouping", "linear", "norm", "plan", "processor"),
+    *("rotary", "routing_step", "rows", "schedule", "topk", "walk", "walk_dots", "walk_tiles"),
 )
 SETS = {"portable": (), "neon": (), "neon_dotprod": ("-march=armv8.2-a+dotprod",)}
 """The sets of ARM64, each with its own flags."""

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention_step.h"
 #include "engine.h"
 #include "routing.h"
 #include "team.h"
@@ -222,7 +223,8 @@ bool same_packed(const Isa& isa) {
     const int64_t rows = among({1, 2, 3, 15, 16, 17, 33, 65, 200, 417}),
                   columns = is_nibble(element) ? among({64, 192, 8 * W + 64, 1088})
                                                : among({1, 3, 7, W - 1, W + 1, 33, 8 * W + 2, 150, 1025});
-    const Experts stored(element, 1, rows, columns, 1, generator() % 2);
+    Experts stored(element, 1, rows, columns, 1, generator() % 2);
+    if (isa.tiles && element != Element::e2m1 && stored.projection.group_columns == 16) return true;
     Bytes x(tokens * columns * size), bias(rows * size), expected(tokens * rows * size);
     if (generator() % 2) std::memset(x.data.get(), 0, static_cast<size_t>(columns * size));  // a row of zeros
     if (size == 2)  // and one whose largest value leaves nothing of the others as integers
@@ -243,6 +245,90 @@ bool same_packed(const Isa& isa) {
     call.out = out.data.get();
     linear(*kIsas[kNumIsas - 1], call);
     return are_close(out.data.get(), expected.data.get(), dtype, tokens * rows, dtype == Element::f32 ? 1e-5 : 0.02);
+}
+
+// A step of attention of random sizes, with norms around it.
+struct RandomStep {
+    Element dtype;
+    int64_t size, hidden, keys, batch;
+    AttentionStep step;
+    Rotary rotary;
+    std::vector<Bytes> kept;
+    uint8_t *x, *key, *value;
+
+    explicit RandomStep(const Isa& isa)
+        : dtype(isa.tiles ? Element::bf16 : static_cast<Element>(generator() % 3)), size(dtype == Element::f32 ? 4 : 2),
+          hidden(among({16, 33, 100})), keys(among({1, 3, 257})), batch(among({1, 2, 5})) {
+        step.groups = among({1, 2}), step.heads = step.groups * among({1, 2, 5}), step.head_size = among({8, 20, 64});
+        const int64_t n = step.head_size, queries = step.heads * n, columns = step.groups * n;
+        step.q = matrix(isa, queries, hidden), step.k = matrix(isa, columns, hidden);
+        step.v = matrix(isa, columns, hidden), step.o = matrix(isa, hidden, queries);
+        step.q_norm = RmsNorm{{keep(n * size), dtype}, n, 1e-5f};
+        step.k_norm = RmsNorm{{keep(n * 4), Element::f32}, n, 1e-5f, 1.0f};
+        step.norm_before = RmsNorm{{keep(hidden * size), dtype}, hidden, 1e-5f, 0.0f, true};
+        step.norm_after = step.norm_before;
+        step.scale = 0.3f;
+        if (generator() % 2) step.sinks = {keep(step.heads * size), dtype};
+        rotary = {keep(batch * n * size), keep(batch * n * size), n, n, n / 2};
+        x = keep(batch * hidden * size);
+        key = keep(batch * keys * columns * size), value = keep(batch * keys * columns * size);
+    }
+    uint8_t* keep(int64_t bytes) {
+        kept.emplace_back(bytes);
+        return kept.back().data.get();
+    }
+    PreparedLinear matrix(const Isa& isa, int64_t rows, int64_t columns) {
+        LinearCall call;
+        call.weights.element = dtype, call.weights.rows = rows, call.weights.columns = columns;
+        call.weights.group_columns = 0, call.weights.row_stride = columns * size;
+        call.weights.base.data = keep(rows * columns * size);
+        call.x.dtype = call.out_dtype = dtype;
+        if (generator() % 2) call.bias = {keep(rows * size), dtype, 0};
+        return {&isa, call};
+    }
+
+    // The last n sequences with so many threads: what is added up, and after it what is normalised.
+    Bytes run(const Isa& isa, int64_t n, int threads) const {
+        AttentionStep here = step;
+        for (PreparedLinear* each : {&here.q, &here.k, &here.v, &here.o}) each->isa = &isa;
+        const int64_t heads = step.heads, groups = step.groups, columns = step.head_size, first = batch - n;
+        const int64_t row = columns, group = keys * row, sequence = groups * group;
+        Bytes made(n * (heads + 2 * groups) * columns * size), out(2 * n * hidden * size);
+        Rotary turned = rotary;
+        const auto angles = [&](const void* of) { return static_cast<const uint8_t*>(of) + first * columns * size; };
+        turned.cos = angles(rotary.cos), turned.sin = angles(rotary.sin);
+        uint8_t *const k = key + first * sequence * size, *const v = value + first * sequence * size;
+        const int64_t last = (keys - 1) * row * size;
+        const uint8_t* const from = x + first * hidden * size;
+        project(isa, here, {from, dtype, hidden}, n, turned, made.data.get(),
+                {{k + last, sequence, group}, {v + last, sequence, group}}, threads);
+        AttentionCall call;
+        call.batch = n, call.num_keys = keys, call.value_columns = columns, call.dtype = dtype;
+        call.query.data = made.data.get();
+        call.key = {k, sequence, group, row}, call.value = {v, sequence, group, row};
+        call.num_threads = threads;
+        attend(isa, here, call, {out.data.get(), from, out.data.get() + n * hidden * size});
+        return out;
+    }
+};
+
+// One step with one thread, and then its last sequences with several: the same bits, and nearly the portable set's.
+bool same_step(const Isa& isa) {
+    if (!isa.four_rows) return true;
+    const RandomStep step(isa);
+    const int64_t half = step.batch * step.hidden * step.size;
+    const Bytes expected = step.run(isa, step.batch, 1);
+    for (const int threads : {2, 5})
+        for (const int64_t n : {int64_t{1}, step.batch}) {
+            const Bytes out = step.run(isa, n, threads);
+            const int64_t bytes = n * step.hidden * step.size, before = half - bytes;
+            for (int i = 0; i < 2; ++i)
+                if (std::memcmp(out.data.get() + i * bytes, expected.data.get() + i * half + before, bytes))
+                    return false;
+        }
+    const Bytes portable = step.run(*kIsas[kNumIsas - 1], step.batch, 1);
+    return are_close(portable.data.get(), expected.data.get(), step.dtype, step.batch * step.hidden,
+                     step.dtype == Element::f32 ? 1e-5 : 0.02);
 }
 
 // The largest scores, the larger index first among equal ones; in every dtype, by a sort of all of them.
@@ -350,6 +436,13 @@ int main(int argc, char** argv) {
         for (int r = 0; kIsas[i]->runs_here() && r < rounds; ++r)
             if (!same_packed(*kIsas[i])) {
                 std::printf("%s: a packed projection differs in round %d\n", kIsas[i]->name, r);
+                return 1;
+            }
+    generator.seed(1);
+    for (int i = 0; i < kNumIsas; ++i)
+        for (int r = 0; kIsas[i]->runs_here() && r < rounds; ++r)
+            if (!same_step(*kIsas[i])) {
+                std::printf("%s: a step of attention differs in round %d\n", kIsas[i]->name, r);
                 return 1;
             }
     generator.seed(1);

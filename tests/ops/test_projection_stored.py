@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import moestro
 from moestro import formats
 from moestro.errors import InvalidInputError, UnsupportedError
-from moestro.formats import quantize
+from moestro.formats import encode, quantize
 from moestro.ops.projection import projection, reference
 from tolerances import assert_close, bit_equal
 
@@ -121,3 +122,24 @@ def test_what_does_not_fit_is_refused():
         turned = formats.PackedTensor(weight.data.t().contiguous().t(), weight.format, weight.scales)
         with moestro.use(implementation="cpu-portable"), pytest.raises(UnsupportedError, match="not contiguous"):
             projection(x, turned)
+
+
+@pytest.mark.parametrize("base", ["int4-g32", "int4-g32-zp"])
+def test_groups_that_fill_no_tile_are_left_to_other_sets(base, monkeypatch):
+    """As a format of groups of 16 would have them, which is a value away."""
+    form = formats.FORMATS[base]
+    assert form.scaling is not None
+    form = replace(form, name="int4-g16", scaling=replace(form.scaling, columns=16))
+    monkeypatch.setitem(formats.FORMATS, "int4-g16", form)
+    monkeypatch.setitem(encode.CODECS, form, encode.CODECS[formats.FORMATS[base]])
+    weight, x = quantize(torch.randn(33, 64), form), torch.randn(120, 64).bfloat16()
+    with torch.no_grad():
+        assert_close(projection(x, weight), reference.projection(x, weight, None), torch.bfloat16)
+    for isa in TILED:
+        with moestro.use(implementation=f"cpu-{isa.name}"), pytest.raises(UnsupportedError, match="groups of 32"):
+            projection(x, weight)
+    layer = moestro.ExpertWeights.from_dense(torch.randn(3, 64, 32), torch.randn(3, 32, 32)).quantize(form)
+    rows, routing = torch.randn(90, 32).bfloat16(), moestro.Routing(torch.randint(0, 3, (90, 2)), torch.rand(90, 2))
+    with torch.no_grad():
+        y = moestro.expert_mlp(rows, routing, layer)
+    assert_close(y, moestro.reference.expert_mlp(rows, routing, layer).bfloat16(), torch.bfloat16)

@@ -15,7 +15,7 @@ from moestro.formats import SplitTensor
 from moestro.ops import native
 from moestro.ops.dispatch import InWaves, KernelUse, Prepared
 from moestro.ops.expert_mlp import costs, crossover
-from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable
+from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable, why_untiled
 from moestro.ops.expert_mlp.reasons import no_activation
 from moestro.ops.expert_mlp.tuning import named_strategy
 from moestro.ops.tensors import no_extent, no_gradient, no_memory, not_of
@@ -221,8 +221,8 @@ def _wrong_dtype(isa: native.Isa, x: Tensor, weights: ExpertWeights) -> str | No
     if x.dtype != torch.bfloat16:
         return f"it multiplies bfloat16, and x is of {x.dtype}"
     for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
-        if form.element not in native.TILED:
-            return f"it multiplies bfloat16, and {name} is stored as {form.name}"
+        if (reason := why_untiled(form)) is not None:
+            return reason.format(name=name)
     return _wrong_tiles(weights)
 
 

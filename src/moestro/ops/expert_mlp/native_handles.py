@@ -45,6 +45,16 @@ def why_unreadable(stored: StoredExperts) -> str | None:
     return no_extent(*stored.tensors)
 
 
+def why_untiled(form: WeightFormat) -> str | None:
+    """Why tiles of bfloat16 do not hold such weights; None if they do."""
+    columns = form.scaling.columns if form.scaling is not None else 0
+    if form.element not in native.TILED:
+        return f"it multiplies bfloat16, and {{name}} is stored as {form.name}"
+    if columns % 32 and form.element != "e2m1":
+        return f"its tiles hold whole groups of 32 columns, and {{name}} is stored as {form.name}"
+    return None
+
+
 def _unread_scaling(form: WeightFormat) -> str | None:
     """Why the engine does not read scales for such weights; None if it does."""
     if form.scaling is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moestro.formats import PackedTensor
 from moestro.ops import native
 from moestro.ops.dispatch import KernelUse, Prepared
-from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable
+from moestro.ops.expert_mlp.native_handles import stored_handle, why_unreadable, why_untiled
 from moestro.ops.projection import measured, tuning
 from moestro.ops.tensors import empty, no_extent, no_gradient, no_memory, not_on_cpu, rows
 
@@ -113,9 +113,7 @@ def _engine(isa: native.Isa) -> measured.Multiply:
 def _unreadable(isa: native.Isa, weight: Weight) -> str | None:
     """Why the engine cannot read the weight with this instruction set; None if it can."""
     if isinstance(weight, PackedTensor):
-        if isa.multiplies_bfloat16 and weight.format.element not in native.TILED:
-            return f"it multiplies bfloat16, and the weight is stored as {weight.format.name}"
-        reason = why_unreadable(weight)
+        reason = (why_untiled(weight.format) if isa.multiplies_bfloat16 else None) or why_unreadable(weight)
         return None if reason is None else reason.format(name="the weight")
     if weight.shape[1] > 1 and weight.stride(1) != 1:
         return "it reads rows, and those of the weight are not contiguous"
