@@ -40,7 +40,7 @@ from moestro.bench.layers import (
 )
 from moestro.bench.measure import about
 from moestro.bench.report import machine_line
-from moestro.bench.timing import alternate, ratio, wall_clock
+from moestro.bench.timing import alternate, ratio, ratio_text, wall_clock
 from moestro.cli.progress import wide_console
 from moestro.cli.refusal import refusals
 from moestro.errors import MoestroError, invalid_input, not_one_of
@@ -262,7 +262,8 @@ def cells(row: Row) -> list[str]:
     start = [str(row.num_tokens), row.name]
     if row.microseconds is None:
         return [*start, row.status, *"----"]
-    against = "-" if row.ratio is None else f"{row.ratio:.2f}x ({row.ratio_low:.2f}-{row.ratio_high:.2f})"
+    ratios = (row.ratio, row.ratio_low, row.ratio_high)
+    against = "-" if None in ratios else ratio_text(*ratios)
     spread = f"{row.low:,.0f}-{row.high:,.0f}"
     rates = [f"{row.gigabytes_per_second:.1f}", f"{row.read_share:.0%}"]
     return [*start, f"{row.microseconds:,.0f}", spread, *rates, against]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moestro.bench.schema import points_of
+from moestro.bench.timing import is_steady
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral")
@@ -42,7 +43,8 @@ def best_ratios(dtype: str) -> dict[tuple[str, int], float]:
     """Time of Transformers' fastest way over moestro's, by layer and number of tokens; the latest result counts."""
     found = {}
     for rows in points():
-        ratios = [row["ratio"] for row in rows if row["variant"] in TRANSFORMERS and row["status"] == "ok"]
+        own = [row for row in rows if row["variant"] in TRANSFORMERS and row["status"] == "ok" and _is_fair(row)]
+        ratios = [row["ratio"] for row in own]
         if ratios and rows[0]["dtype"] == dtype:
             found[rows[0]["layer"], rows[0]["num_tokens"]] = min(ratios)
     return found
@@ -64,8 +66,8 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
 
     By layer, moestro's variant (its format, and what it does otherwise than by default) and dtype of x, then by number
     of tokens. Peers are those of the same point, whose weights have as many bits; a ratio is the median over rounds of
-    calls that alternated. A point at which moestro or all peers have no time has no number, and below `SHORT` tokens
-    peers with threads of their own have none.
+    calls that alternated. A point at which moestro or all peers have no time has no number. Below `SHORT` tokens peers
+    with threads of their own have none, and nowhere those whose quartiles are too far apart.
     """
     found: dict[tuple[str, str, str], dict[int, tuple[float, str]]] = {}
     for rows in points(results):
@@ -80,7 +82,10 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
 
 
 def _is_fair(peer: dict[str, Any]) -> bool:
-    """Whether the time of a peer that alternated with moestro in one process is its own time."""
+    """Whether a ratio to this peer may be told: it was steady, and the time of a peer beside moestro is its own."""
+    low, high = peer.get("ratio_low"), peer.get("ratio_high")
+    if low is not None and high is not None and not is_steady(low, high):
+        return False
     return peer["num_tokens"] >= SHORT or not peer["variant"].startswith(OTHER_THREADS)
 
 

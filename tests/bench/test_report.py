@@ -11,7 +11,7 @@ from rich.console import Console
 from moestro import machine
 from moestro.bench import Report, Row
 from moestro.bench.plot import _styles, roofline
-from moestro.bench.report import tables
+from moestro.bench.report import tables, verdict
 from moestro.errors import InvalidInputError
 from moestro.machine import Roof
 from page import markdown
@@ -53,6 +53,12 @@ NOTHING = {
     "samples": 0,
     "error": None,
 }
+
+
+def test_quartiles_far_apart_make_no_ratio() -> None:
+    close = replace(ROW, ratio=1.2, ratio_low=1.0, ratio_high=1.5)
+    assert verdict(close) == "1.20x (1.00-1.50)"
+    assert verdict(replace(close, ratio_high=1.51)) == "unsteady (1.00-1.51)"
 
 
 @pytest.fixture

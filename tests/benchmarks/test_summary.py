@@ -89,3 +89,16 @@ def test_stored_results_of_before_and_after_there_was_a_schema(summary: ModuleTy
     assert summary.against_best(old) == summary.against_best(new)
     assert summary.against_best(new)["olmoe", "nvfp4", "bfloat16"] == {1: (1.25, "fast")}
     assert len(summary.against_best(summary.RESULTS)) > 10
+
+
+def test_a_peer_whose_quartiles_are_far_apart_has_no_number(
+    summary: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsteady = {"bits": 16, "ratio": 1.1, "ratio_low": 0.9, "ratio_high": 1.6}
+    steady = {"bits": 16, "ratio": 2.0, "ratio_low": 1.9, "ratio_high": 2.1}
+    rows = (ours("moestro", bits=16), {"variant": "eager", **unsteady}, {"variant": "grouped_mm", **steady})
+    write(tmp_path, "a", *rows)
+    assert summary.against_best(tmp_path) == {("olmoe", "bfloat16", "bfloat16"): {1: (2.0, "grouped_mm")}}
+    found = list(summary.points(tmp_path))
+    monkeypatch.setattr(summary, "points", lambda: found)
+    assert summary.best_ratios("bfloat16") == {("olmoe", 1): 2.0}

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from moestro.bench.records import Report, Row
+from moestro.bench.timing import ratio_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,9 +36,9 @@ def verdict(row: Row) -> str:
     """What stands where a ratio would: it and its quartiles, the status, or "-" where there is nothing to compare."""
     if row.status != "ok":
         return row.status
-    if row.ratio is None:
+    if row.ratio is None or row.ratio_low is None or row.ratio_high is None:
         return "-"
-    return f"{row.ratio:.2f}x ({row.ratio_low:.2f}-{row.ratio_high:.2f})"
+    return ratio_text(row.ratio, row.ratio_low, row.ratio_high)
 
 
 def reasons(rows: list[Row]) -> list[str]:

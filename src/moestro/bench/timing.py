@@ -29,6 +29,10 @@ class OwnClock(Protocol):
     def seconds(self) -> float: ...
 
 
+MOST_SPREAD = 1.5
+"""How many times the lower quartile of a ratio its upper one may be, for the ratio to be printed."""
+
+
 class Ratio(NamedTuple):
     """How many times longer than a baseline: the median over rounds, and the quartiles around it."""
 
@@ -187,6 +191,17 @@ def _stride(least: int, num_inputs: int) -> int:
 
 def _done(samples: list[float], seconds: float, fewest: int) -> bool:
     return len(samples) >= MOST_SAMPLES or (len(samples) >= fewest and sum(samples) >= seconds)
+
+
+def is_steady(low: float, high: float) -> bool:
+    """Whether a ratio's quartiles are close enough for its median to say anything."""
+    return high <= MOST_SPREAD * low
+
+
+def ratio_text(middle: float, low: float, high: float) -> str:
+    """A ratio with its quartiles; of one that is not steady the quartiles only."""
+    quartiles = f"({low:.2f}-{high:.2f})"
+    return f"{middle:.2f}x {quartiles}" if is_steady(low, high) else f"unsteady {quartiles}"
 
 
 def ratio(times: list[float], baseline: list[float]) -> Ratio:
