@@ -43,10 +43,13 @@ def best_ratios(dtype: str) -> dict[tuple[str, int], float]:
     """Time of Transformers' fastest way over moestro's, by layer and number of tokens; the latest result counts."""
     found = {}
     for rows in points():
-        own = [row for row in rows if row["variant"] in TRANSFORMERS and row["status"] == "ok" and _is_fair(row)]
-        ratios = [row["ratio"] for row in own]
-        if ratios and rows[0]["dtype"] == dtype:
-            found[rows[0]["layer"], rows[0]["num_tokens"]] = min(ratios)
+        own = [row for row in rows if row["variant"] in TRANSFORMERS and row["status"] == "ok"]
+        if own and rows[0]["dtype"] == dtype:
+            best = min(own, key=lambda row: float(row["ratio"]))
+            point = rows[0]["layer"], rows[0]["num_tokens"]
+            found.pop(point, None)
+            if _is_steady(best):
+                found[point] = best["ratio"]
     return found
 
 
@@ -67,26 +70,34 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
     By layer, moestro's variant (its format, and what it does otherwise than by default) and dtype of x, then by number
     of tokens. Peers are those of the same point, whose weights have as many bits; a ratio is the median over rounds of
     calls that alternated. A point at which moestro or all peers have no time has no number. Below `SHORT` tokens peers
-    with threads of their own have none, and nowhere those whose quartiles are too far apart.
+    with threads of their own have none. Where the quartiles of the fastest peer are too far apart there is no number.
     """
     found: dict[tuple[str, str, str], dict[int, tuple[float, str]]] = {}
     for rows in points(results):
         peers = [row for row in rows if row["kind"] == "peer" and row["status"] == "ok" and _is_fair(row)]
         for own in (row for row in rows if row["kind"] == "moestro" and row["status"] == "ok"):
-            ratios = [(_ratio(peer, own["variant"], rows[0]["variant"]), peer["variant"]) for peer in peers]
-            best = min(((ratio, name) for ratio, name in ratios if ratio is not None), default=None)
-            if best is not None:
-                what = own["variant"].removeprefix("moestro").removeprefix("-") or own["dtype"]
-                found.setdefault((own["layer"], what, own["dtype"]), {})[own["num_tokens"]] = best
+            ratios = [(_ratio(peer, own["variant"], rows[0]["variant"]), peer) for peer in peers]
+            rated = [(ratio, peer) for ratio, peer in ratios if ratio is not None]
+            if not rated:
+                continue
+            ratio, peer = min(rated, key=lambda pair: pair[0])
+            what = own["variant"].removeprefix("moestro").removeprefix("-") or own["dtype"]
+            line = found.setdefault((own["layer"], what, own["dtype"]), {})
+            line.pop(own["num_tokens"], None)
+            if _is_steady(peer):
+                line[own["num_tokens"]] = (ratio, peer["variant"])
     return found
 
 
 def _is_fair(peer: dict[str, Any]) -> bool:
-    """Whether a ratio to this peer may be told: it was steady, and the time of a peer beside moestro is its own."""
-    low, high = peer.get("ratio_low"), peer.get("ratio_high")
-    if low is not None and high is not None and not is_steady(low, high):
-        return False
+    """Whether the time of a peer that alternated with moestro in one process is its own time."""
     return peer["num_tokens"] >= SHORT or not peer["variant"].startswith(OTHER_THREADS)
+
+
+def _is_steady(peer: dict[str, Any]) -> bool:
+    """Whether the quartiles of its ratio are close together; results without them count as steady."""
+    low, high = peer.get("ratio_low"), peer.get("ratio_high")
+    return low is None or high is None or is_steady(low, high)
 
 
 def _ratio(peer: dict[str, Any], variant: str, first: str) -> float | None:
