@@ -1,8 +1,9 @@
-"""Whole models, one token at a time: moestro, llama.cpp and Transformers on the same weights, against the memory.
+"""Whole models, token by token: moestro, llama.cpp and Transformers on the same weights, against the memory.
 
 python benchmarks/end_to_end.py FOLDER                                     all of them
 python benchmarks/end_to_end.py FOLDER --engines moestro,llama.cpp-q4_0    the first is what others are compared with
 python benchmarks/end_to_end.py FOLDER --plain BF16_FOLDER                 what Transformers reads instead of FOLDER
+python benchmarks/end_to_end.py FOLDER --sequences 8 --prompt 512          eight prompts at once, of 512 tokens each
 
 FOLDER is a checkpoint; `examples/make_checkpoint.py --branches 0.05` makes one on which correct engines agree.
 llama.cpp is `python benchmarks/install_peers.py PEERS llama` in the folder that MOESTRO_BENCH_PEERS names; its GGUF
@@ -28,17 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines import LLAMA_CPP, MOESTRO, TRANSFORMERS, Job, Turn
+from engines import LLAMA_CPP, MOESTRO, REFERENCE, TRANSFORMERS, Job, Turn
 from gguf_model import EXPERT_TYPES, REST_TYPES, Storage, read_bytes, write_gguf
 from moestro import machine
 from moestro.bench.measure import versions
 from moestro.bench.report import machine_line
 from moestro.bench.timing import ratio
-from moestro.errors import MoestroError, invalid_input
+from moestro.errors import MoestroError, invalid_input, unsupported
 from moestro.formats import FORMATS
 from moestro.hf.sources import read_sources
 from peers import installed
-from peers.bounds import OTHER_WEIGHTS, WHOLE_MODEL
+from peers.bounds import OTHER_WEIGHTS, whole_model
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = (
@@ -61,11 +62,11 @@ class Row:
     Attributes:
         experts, rest: how it holds the weights of the experts, and the matrices beside them.
         bytes_per_token: of all weights that one token reads; the cache of keys and values is left out.
-        tokens_per_second: median over runs of the steps after the first token; low and high are quartiles.
-        of_floor: time of a step over the least time for its bytes at the measured bandwidth.
-        ratio: time of a step over that of the first engine, the median over rounds.
-        logits_error: relative L2 distance of the logits after the prompt from those of the first engine.
-        same_tokens: how many tokens were the first engine's before one was another.
+        tokens_per_second: of all sequences; median over runs of the steps after the first; low and high are quartiles.
+        of_floor: time of a step over the least time for its bytes at the measured bandwidth; of one sequence.
+        ratio: time of a step over that of the first engine, the median over rounds; `prompt_ratio`: of a prompt.
+        logits_error: relative L2 distance of the logits after the prompts from those of the reference.
+        same_tokens: how many steps had the first engine's tokens before one had another.
     """
 
     engine: str
@@ -79,6 +80,7 @@ class Row:
     high: float | None = None
     of_floor: float | None = None
     ratio: float | None = None
+    prompt_ratio: float | None = None
     prompt_tokens_per_second: float | None = None
     logits_error: float | None = None
     same_tokens: int | None = None
@@ -95,6 +97,7 @@ class Model:
         folder: where it is.
         format: of its experts.
         kind: "model_type" of its configuration.
+        num_layers: how many layers it has.
         method: of its quantisation config, or None.
         read_bytes: of all weights one token reads, as stored.
         plain_read_bytes, plain_bytes: the same, and all weights, with everything in bfloat16.
@@ -104,11 +107,21 @@ class Model:
     folder: Path
     format: str
     kind: str
+    num_layers: int
     method: str | None
     read_bytes: float
     plain_read_bytes: float
     plain_bytes: int
     projection_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Right:
+    """Logits of the reference [sequences, vocabulary], the format of its experts, and how many layers it has."""
+
+    logits: np.ndarray[Any, Any]
+    experts: str
+    num_layers: int
 
 
 def describe(folder: Path) -> Model:
@@ -129,10 +142,13 @@ def describe(folder: Path) -> Model:
         stored, plain, whole = stored + part * entry.nbytes, plain + part * entry.nbytes, whole + entry.nbytes
     raw = json.loads((folder / "config.json").read_text())
     method = (raw.get("quantization_config") or {}).get("quant_method")
+    layers = text.num_hidden_layers
     formats = dict.fromkeys(source.stored.format.name for source in sources)
     linear = [e for name, e in rest.items() if len(e.shape) == 2 and not _OTHERS.search(name)]
     projections = float(sum(entry.nbytes for entry in linear))
-    return Model(folder, " and ".join(formats), raw["model_type"], method, stored, plain, int(whole), projections)
+    return Model(
+        folder, " and ".join(formats), raw["model_type"], layers, method, stored, plain, int(whole), projections
+    )
 
 
 def storage_of(engine: str) -> Storage:
@@ -179,7 +195,11 @@ def _why_not(model: Model) -> str | None:
 
 
 def measure(rows: list[Row], jobs: dict[str, Job], rounds: int) -> float:
-    """Let the engines take turns; returns the best bandwidth that was measured between rounds, in bytes per second."""
+    """Let the engines take turns; returns the bandwidth of memory, in bytes per second.
+
+    It is the median of plain reads of a model's own weights, after each run; where no engine's can be read, the best
+    of the probes between rounds.
+    """
     best = 0.0
     for number in range(rounds):
         best = max(best, machine.measure(torch.bfloat16).bytes_per_second)
@@ -191,7 +211,23 @@ def measure(rows: list[Row], jobs: dict[str, Job], rounds: int) -> float:
                 row.status, row.reason = "failed", problem
             else:
                 row.turns.append(turn)
-    return max(best, machine.measure(torch.bfloat16).bytes_per_second)
+    reads = [rate for row in rows for turn in row.turns for rate in turn.read_rates]
+    return median(reads) if reads else max(best, machine.measure(torch.bfloat16).bytes_per_second)
+
+
+def reference(job: Job) -> np.ndarray[Any, Any]:
+    """The logits that all engines' are held to. Raises UnsupportedError where they cannot be had."""
+    print(f"logits of {REFERENCE}", file=sys.stderr, flush=True)
+    turn, problem = take_turn(job)
+    if turn is None:
+        raise unsupported(
+            OPERATION,
+            got=f"{REFERENCE}, which failed: {problem}",
+            needs="its logits, which those of all engines are compared with",
+            fix="Free memory: beside the experts it holds the model in float32.",
+        )
+    found: np.ndarray[Any, Any] = np.load(str(job.logits))
+    return found
 
 
 def take_turn(job: Job) -> tuple[Turn | None, str | None]:
@@ -204,34 +240,50 @@ def take_turn(job: Job) -> tuple[Turn | None, str | None]:
     return Turn(**json.loads(done.stdout.splitlines()[-1])), None
 
 
-def conclude(rows: list[Row], jobs: dict[str, Job], bandwidth: float) -> None:
+def conclude(rows: list[Row], jobs: dict[str, Job], bandwidth: float, right: Right) -> None:
     """Fill in what follows from the turns."""
     first = rows[0]
     for row in rows:
         if row.status != "ok":
             continue
-        speeds = [len(steps) / sum(steps) for turn in row.turns for steps in turn.step_seconds]
+        job = jobs[row.engine]
+        speeds = [len(job.ids) * len(steps) / sum(steps) for turn in row.turns for steps in turn.step_seconds]
         row.tokens_per_second = median(speeds)
         row.low, _, row.high = quantiles(speeds, n=4, method="inclusive") if len(speeds) > 1 else speeds * 3
-        if row.bytes_per_token is not None:
+        if row.bytes_per_token is not None and len(job.ids) == 1:
             row.of_floor = bandwidth / row.bytes_per_token / row.tokens_per_second
         prompts = [seconds for turn in row.turns for seconds in turn.prompt_seconds]
-        row.prompt_tokens_per_second = len(jobs[row.engine].ids) / median(prompts)
+        row.prompt_tokens_per_second = len(job.ids) * len(job.ids[0]) / median(prompts)
         row.load_seconds = median(turn.load_seconds for turn in row.turns)
         row.resident_bytes = max(turn.resident_bytes for turn in row.turns)
-        if row is first or first.status != "ok":
-            continue
-        steps = [[sum(map(sum, turn.step_seconds)) for turn in each.turns] for each in (row, first)]
-        row.ratio = ratio(*steps).median if len(steps[0]) > 1 else steps[0][0] / steps[1][0]
-        found, expected = (np.load(str(jobs[each.engine].logits)).astype(np.float64) for each in (row, first))
-        row.logits_error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-        pairs = list(zip(row.turns[-1].ids, first.turns[-1].ids, strict=True))
-        row.same_tokens = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        same = {(each.experts, each.rest.replace("bf16", "bfloat16")) for each in (row, first)}
-        bound = WHOLE_MODEL if len(same) == 1 else OTHER_WEIGHTS
-        if not row.logits_error <= bound:
-            row.status, row.ratio = "wrong output", None
-            row.reason = f"its logits are {row.logits_error:.2g} off {first.engine}'s, over {bound}"
+        _check(row, np.load(str(job.logits)), right)
+        if row is not first and first.status == row.status == "ok":
+            _compare(row, first)
+
+
+def _check(row: Row, logits: np.ndarray[Any, Any], right: Right) -> None:
+    """Hold an engine's logits to the right ones."""
+    found, expected = logits.astype(np.float64), right.logits.astype(np.float64)
+    row.logits_error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    stream = "float32" if row.engine.startswith(LLAMA_CPP) or row.engine == REFERENCE else "bfloat16"
+    same = (row.experts, row.rest.replace("bf16", "bfloat16")) == (right.experts, "bfloat16")
+    bound = whole_model(right.num_layers, stream) if same else OTHER_WEIGHTS
+    if not row.logits_error <= bound:
+        row.status = "wrong output"
+        row.reason = f"its logits are {row.logits_error:.2g} off {REFERENCE}'s, over {bound:.2g}"
+
+
+def _compare(row: Row, first: Row) -> None:
+    """Times over the first engine's, round by round, and how long both had the same tokens."""
+    steps = [[sum(map(sum, turn.step_seconds)) for turn in each.turns] for each in (row, first)]
+    row.ratio = _ratio(*steps)
+    row.prompt_ratio = _ratio(*([sum(turn.prompt_seconds) for turn in each.turns] for each in (row, first)))
+    pairs = list(zip(row.turns[-1].ids, first.turns[-1].ids, strict=True))
+    row.same_tokens = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+
+def _ratio(times: list[float], baseline: list[float]) -> float:
+    return ratio(times, baseline).median if len(times) > 1 else times[0] / baseline[0]
 
 
 def table(rows: list[Row]) -> str:
@@ -243,6 +295,7 @@ def table(rows: list[Row]) -> str:
         "time / floor",
         f"time / {rows[0].engine}'s",
         "prompt, tokens/s",
+        "prompt time, same ratio",
         "logits off",
         "same tokens",
         "load, s",
@@ -261,6 +314,7 @@ def table(rows: list[Row]) -> str:
                 _number(row.of_floor, ".2f"),
                 _number(row.ratio, ".2f", "x"),
                 _number(row.prompt_tokens_per_second, ".1f"),
+                _number(row.prompt_ratio, ".2f", "x"),
                 _number(row.logits_error, ".1e"),
                 _number(row.same_tokens, "d"),
                 _number(row.load_seconds, ".1f"),
@@ -283,13 +337,13 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
     """The whole result in Markdown."""
     model, job = about["model"], about["job"]
     rounds = f"{job['repeats']} runs in each of {job['rounds']} rounds after one that is not counted"
-    tokens = f"{job['prompt_tokens']} tokens of prompt, {job['new_tokens']} new ones"
+    tokens = f"{job['sequences']} x {job['prompt_tokens']} tokens of prompt, {job['new_tokens']} new ones each"
     return "\n".join(
         [
             f"# End to end, {model['kind']}, {about['date']}",
             "",
             f"- machine: {machine_line(about['machine'])}",
-            f"- bandwidth, the best of the probes between rounds: {about['bandwidth'] / 1e9:.1f} GB/s",
+            f"- bandwidth, by plain reads of a model's own weights after its runs: {about['bandwidth'] / 1e9:.1f} GB/s",
             f"- versions: {', '.join(f'{k} {v}' for k, v in about['versions'].items())}",
             f"- {tokens}; {rounds}; {job['threads']} threads",
             f"- command: `{about['command']}`",
@@ -303,12 +357,14 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
 
 
 _LEGEND = (
-    "Engines take turns, each in a process of its own, in reversed order on odd rounds. Tokens/s are those after the",
-    "first one: the median of the runs, and in brackets its quartiles. GB a token are the weights that one token reads",
-    "as the engine holds them: the experts it is routed to, and everything else but the embedding's other rows. The",
-    "floor is what the measured bandwidth allows for them. Logits are those after the prompt, against the first",
-    "engine's, in relative L2 norm; tokens are counted until the first that differs. On random weights the likeliest",
-    "tokens lie close together, and roundings decide between them.",
+    "Engines take turns, each in a process of its own, in reversed order on odd rounds. Tokens/s are those of all",
+    "sequences after their first ones: the median of the runs, and in brackets its quartiles. GB a token are the",
+    "weights that one token reads as the engine holds them: the experts it is routed to, and everything else but the",
+    "embedding's other rows. The floor is what the bandwidth allows for them, for one sequence. Logits are those after",
+    "the prompts, in relative L2 norm against the same stored weights with all else in float32 (moestro): llama.cpp",
+    "keeps what passes through the layers in float32, Transformers' models keep it in bfloat16. Tokens are counted",
+    "until the first that is not the first engine's: on random weights the likeliest lie close together, and roundings",
+    "decide between them.",
 )
 
 
@@ -319,6 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--plain", type=Path, help="what Transformers reads, if it cannot read FOLDER")
     parser.add_argument("--prompt", type=int, default=17, help="tokens")
+    parser.add_argument("--sequences", type=int, default=1, help="prompts that are continued at once")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2, help="timed runs in each round")
     parser.add_argument("--rounds", type=int, default=3)
@@ -340,7 +397,7 @@ def run(options: argparse.Namespace) -> int:
     model = describe(options.folder)
     rows = plan(options.engines.split(","), model, options.plain and describe(options.plain))
     vocabulary = json.loads((options.folder / "config.json").read_text())["vocab_size"]
-    ids = random.Random(0).sample(range(min(vocabulary, 256)), options.prompt)
+    ids = [random.Random(n).choices(range(vocabulary), k=options.prompt) for n in range(options.sequences)]
     with tempfile.TemporaryDirectory() as scratch:
         jobs = {}
         for row in rows:
@@ -349,8 +406,10 @@ def run(options: argparse.Namespace) -> int:
             jobs[row.engine] = Job(
                 row.engine, str(where), ids, options.new_tokens, options.repeats, options.threads, logits
             )
+        first = Job(REFERENCE, str(options.folder), ids, 0, 0, options.threads, str(Path(scratch) / "right.npy"))
+        right = Right(reference(first), model.format, model.num_layers)
         bandwidth = measure(rows, jobs, options.rounds)
-        conclude(rows, jobs, bandwidth)
+        conclude(rows, jobs, bandwidth, right)
     about = {
         "date": str(datetime.date.today()),
         "command": " ".join(["python benchmarks/end_to_end.py", *sys.argv[1:]]),
@@ -358,7 +417,7 @@ def run(options: argparse.Namespace) -> int:
         "versions": {**versions(), **_peers()},
         "model": {**asdict(model), "folder": options.folder.name},
         "job": {name: getattr(options, name) for name in ("new_tokens", "repeats", "rounds", "threads")}
-        | {"prompt_tokens": options.prompt},
+        | {"prompt_tokens": options.prompt, "sequences": options.sequences},
         "bandwidth": bandwidth,
     }
     options.results.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""One engine continues one prompt, in a process of its own: `benchmarks/end_to_end.py` starts it with a job as JSON.
+"""One engine continues prompts, in a process of its own: `benchmarks/end_to_end.py` starts it with a job as JSON.
 
-python benchmarks/engines.py '{"engine": "moestro", "model": "FOLDER", "ids": [1, 2, 3], "new_tokens": 16}'
+python benchmarks/engines.py '{"engine": "moestro", "model": "FOLDER", "ids": [[1, 2, 3]], "new_tokens": 16}'
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moestro.errors import UnsupportedError
 from peers import installed
 
 MOESTRO = {
@@ -26,8 +27,12 @@ MOESTRO = {
     "moestro-projections-int8": {"projections": "int8"},
     "moestro-int8": {"input_format": "int8"},
     "moestro-int8-projections": {"input_format": "int8", "projections": "auto"},
+    "moestro-float32": {"dtype": "float32"},
 }
 """Name -> options of `moestro.load`."""
+
+REFERENCE = "moestro-float32"
+"""Whose logits all others' are compared with: the same stored weights, and all else in float32."""
 
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 """Transformers' own `experts_implementation`, each an engine of its name."""
@@ -42,16 +47,16 @@ class Job:
     Attributes:
         engine: a name above.
         model: a checkpoint folder, or a GGUF file for llama.cpp.
-        ids: the prompt.
-        new_tokens: how many tokens follow, greedily, whatever they are.
-        repeats: how many timed runs follow a first one that is not.
+        ids: the prompts, all of one length.
+        new_tokens: how many tokens follow each, greedily, whatever they are.
+        repeats: how many timed runs follow a first one that is not; with 0 there is none at all.
         threads: of computation.
-        logits: a file for those after the prompt's last token (float32, `numpy.save`), or none.
+        logits: a file for those after the prompts [sequences, vocabulary] (float32, `numpy.save`), or none.
     """
 
     engine: str
     model: str
-    ids: list[int]
+    ids: list[list[int]]
     new_tokens: int
     repeats: int = 1
     threads: int = 1
@@ -60,22 +65,35 @@ class Job:
 
 @dataclass
 class Turn:
-    """What it found: seconds of loading, of each run's first token, and of the tokens that follow, by run."""
+    """What it found: seconds of loading, of each run's first tokens, and of the steps that follow, by run.
+
+    Attributes:
+        ids: the new tokens, by step.
+        read_rates: bytes per second of a plain read of its weights after each run, where they are PyTorch's tensors.
+    """
 
     load_seconds: float = 0.0
     prompt_seconds: list[float] = field(default_factory=list)
     step_seconds: list[list[float]] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    read_rates: list[float] = field(default_factory=list)
     resident_bytes: int = 0
     anonymous_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A model in memory: `logits` of a prompt's last token, and `generate` -> ids and the times they came at."""
+    """A model in memory.
 
-    logits: Callable[[list[int]], np.ndarray[Any, Any]]
-    generate: Callable[[list[int], int], tuple[list[int], list[float]]]
+    Attributes:
+        logits: of prompts' last tokens.
+        generate: of prompts and a number of steps: new tokens by step, and the times they came at.
+        weights: its tensors, to be read; none where they are not PyTorch's.
+    """
+
+    logits: Callable[[list[list[int]]], np.ndarray[Any, Any]]
+    generate: Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
+    weights: Sequence[torch.Tensor] = ()
 
 
 class Clock:
@@ -115,17 +133,35 @@ def transformers_engine(job: Job) -> Engine:
 
 
 def _of_transformers(model: Any) -> Engine:
-    def logits(ids: list[int]) -> np.ndarray[Any, Any]:
+    def logits(ids: list[list[int]]) -> np.ndarray[Any, Any]:
         with torch.no_grad():
-            return model(torch.tensor([ids])).logits[0, -1].float().numpy()
+            return model(torch.tensor(ids), logits_to_keep=1).logits[:, -1].float().numpy()
 
-    def generate(ids: list[int], count: int) -> tuple[list[int], list[float]]:
-        clock, prompt = Clock(), torch.tensor([ids])
+    def generate(ids: list[list[int]], count: int) -> tuple[list[list[int]], list[float]]:
+        clock, prompt = Clock(), torch.tensor(ids)
         options = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "streamer": clock}
         found = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
-        return found[0, len(ids) :].tolist(), clock.times[1:]
+        return found[:, prompt.shape[1] :].T.tolist(), clock.times[1:]
 
-    return Engine(logits, generate)
+    return Engine(logits, generate, _weights(model))
+
+
+def _weights(model: Any) -> list[torch.Tensor]:
+    """As they are stored; none of a model whose linear modules were rounded, which has no state dict."""
+    try:
+        found = model.state_dict().values()
+    except UnsupportedError:
+        return []
+    return list({tensor.data_ptr(): tensor for tensor in found}.values())
+
+
+def read_rate(weights: Sequence[torch.Tensor]) -> float:
+    """Bytes per second of a plain read of all of them, now, by all of PyTorch's threads."""
+    start = time.perf_counter()
+    for tensor in weights:
+        nbytes = tensor.reshape(-1).view(torch.uint8)
+        (nbytes.view(torch.int64) if tensor.nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0 else nbytes).sum()
+    return sum(tensor.nbytes for tensor in weights) / (time.perf_counter() - start)
 
 
 def llama_engine(job: Job) -> Engine:
@@ -135,32 +171,51 @@ def llama_engine(job: Job) -> Engine:
     api.llama_log_set(_ERRORS_ONLY, None)
     api.llama_backend_init()
     model = api.llama_model_load_from_file(str(job.model).encode(), api.llama_model_default_params())
-    options = api.llama_context_default_params()
-    options.n_ctx = len(job.ids) + job.new_tokens + 8
+    options, sequences = api.llama_context_default_params(), len(job.ids)
+    options.n_seq_max = sequences
+    options.n_ctx = sequences * (len(job.ids[0]) + job.new_tokens + 8)
+    options.n_batch = max(options.n_batch, sequences * len(job.ids[0]))
     options.n_threads = options.n_threads_batch = job.threads
     context = api.llama_init_from_model(model, options) if model else None
     if not context:
         raise SystemExit(f"llama.cpp could not open {job.model}")
     size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    batch = api.llama_batch_init(options.n_batch, 0, 1)
 
-    def decode(ids: list[int]) -> np.ndarray[Any, Any]:
-        tokens = (api.llama_token * len(ids))(*ids)
-        if api.llama_decode(context, api.llama_batch_get_one(tokens, len(ids))):
+    def decode(rows: list[list[int]], start: int) -> np.ndarray[Any, Any]:
+        asked = _fill(batch, rows, start)
+        if api.llama_decode(context, batch):
             raise SystemExit("llama.cpp could not decode")
-        return np.ctypeslib.as_array(ctypes.cast(api.llama_get_logits_ith(context, -1), _FLOATS), (size,))
+        found = [ctypes.cast(api.llama_get_logits_ith(context, place), _FLOATS) for place in asked]
+        return np.stack([np.ctypeslib.as_array(each, (size,)) for each in found])
 
-    def start(ids: list[int]) -> np.ndarray[Any, Any]:
+    def start(ids: list[list[int]]) -> np.ndarray[Any, Any]:
         api.llama_memory_clear(api.llama_get_memory(context), True)
-        return decode(ids)
+        return decode(ids, 0)
 
-    def generate(ids: list[int], count: int) -> tuple[list[int], list[float]]:
-        found, times = [int(start(ids).argmax())], [time.perf_counter()]
+    def generate(ids: list[list[int]], count: int) -> tuple[list[list[int]], list[float]]:
+        found, times = [start(ids).argmax(1).tolist()], [time.perf_counter()]
         while len(found) < count:
-            found.append(int(decode(found[-1:]).argmax()))
+            logits = decode([[token] for token in found[-1]], len(ids[0]) + len(found) - 1)
+            found.append(logits.argmax(1).tolist())
             times.append(time.perf_counter())
         return found, times
 
-    return Engine(lambda ids: start(ids).copy(), generate)
+    return Engine(start, generate)
+
+
+def _fill(batch: Any, rows: list[list[int]], start: int) -> list[int]:
+    """Put a row of tokens for each sequence, from position `start` on; returns where the last of each is."""
+    batch.n_tokens, asked = 0, []
+    for sequence, row in enumerate(rows):
+        for position, token in enumerate(row, start):
+            place = batch.n_tokens
+            batch.token[place], batch.pos[place] = token, position
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+            batch.logits[place] = position == start + len(row) - 1
+            batch.n_tokens += 1
+        asked.append(batch.n_tokens - 1)
+    return asked
 
 
 _FLOATS = ctypes.POINTER(ctypes.c_float)
@@ -188,12 +243,16 @@ def take_turn(job: Job) -> Turn:
     turn.load_seconds = time.perf_counter() - start
     if job.logits is not None:
         np.save(job.logits, engine.logits(job.ids))
-    engine.generate(job.ids, job.new_tokens)
+    if job.repeats:
+        engine.generate(job.ids, job.new_tokens)
+        read_rate(engine.weights)  # pages of mapped files that no token has touched yet
     for _ in range(job.repeats):
         start = time.perf_counter()
         turn.ids, times = engine.generate(job.ids, job.new_tokens)
         turn.prompt_seconds.append(times[0] - start)
         turn.step_seconds.append([later - earlier for earlier, later in pairwise(times)])
+        if engine.weights:
+            turn.read_rates.append(read_rate(engine.weights))
     found = memory()
     turn.resident_bytes, turn.anonymous_bytes = found["VmHWM"], found["RssAnon"]
     return turn

@@ -13,7 +13,8 @@ INT4_ROWS = 0.45
 """As `QUANTISED`, for int4 with one scale a row, which costs 0.25 to 0.31."""
 
 WHOLE_MODEL = 2e-2
-"""How far the logits of one engine may be from another's, in relative L2 norm, on the same weights of a whole model.
+"""How far a whole model's logits may be from those of the same stored weights with all else in float32, in relative L2
+norm.
 
 It holds for checkpoints whose layers add little to what passes through them (`--branches 0.05` of
 examples/make_checkpoint.py). On random weights of full size roundings turn choices of experts, and each turn costs a
@@ -22,3 +23,12 @@ token 0.1 to 0.3 in the next layer: two correct engines were 0.97 apart, where z
 
 OTHER_WEIGHTS = 0.1
 """As `WHOLE_MODEL`, where an engine rounds weights to a format of its own."""
+
+
+def whole_model(num_layers: int, stream: str) -> float:
+    """`WHOLE_MODEL` for an engine that keeps what passes through the layers in the dtype `stream`.
+
+    Both additions of a layer round it. Roundings are independent, so n of them are off by at most about sqrt(n) unit
+    roundoffs (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019); bfloat16's is 2^-8.
+    """
+    return max(WHOLE_MODEL, 2.0**-8 * (2 * num_layers) ** 0.5) if stream == "bfloat16" else WHOLE_MODEL

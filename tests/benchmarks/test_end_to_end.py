@@ -14,12 +14,12 @@ from safetensors import safe_open
 
 import make_checkpoint as mc
 import moestro
-from moestro.errors import InvalidInputError
+from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.formats import dequantize, quantize
 from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import LOW_PRECISION_INPUT
 from peers import installed
-from peers.bounds import OTHER_WEIGHTS, WHOLE_MODEL
+from peers.bounds import OTHER_WEIGHTS, WHOLE_MODEL, whole_model
 from source import ROOT
 from tolerances import assert_close
 
@@ -31,6 +31,7 @@ import gguf_model
 from engines import Job, Turn
 
 IDS = [5, 7, 90, 33, 21, 250, 8, 100, 101, 17]
+RIGHT = end_to_end.Right(np.array([[1.0, 2.0]], dtype=np.float32), "mxfp4", 8)
 E2M1 = [0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 LIKE = {"gpt-oss-20b": None, "qwen3-30b-a3b": "mxfp4"}
 
@@ -114,26 +115,27 @@ def test_who_cannot_run_says_why(folders: dict[str, Path], monkeypatch: pytest.M
 
 
 def turn(seconds: float, ids: list[int]) -> Turn:
-    return Turn(1.0, [0.5, 0.5], [[seconds] * 3, [seconds] * 3], ids, 2 * 10**9, 10**9)
+    steps = [[seconds] * 3, [seconds] * 3]
+    return Turn(1.0, [0.5, 0.5], steps, [[token] for token in ids], [], 2 * 10**9, 10**9)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> tuple[list, list[str], float]:
     """Four engines over three rounds: one of half the speed, one that fails at once, one with other logits."""
     rows = [end_to_end.Row(name, "mxfp4", "bfloat16", 2e9) for name in ("a", "slow", "broken", "wrong")]
     logits = {"a": [1.0, 2.0], "slow": [1.0, 2.02], "wrong": [-1.0, -2.0]}
-    jobs = {row.engine: Job(row.engine, "", IDS, 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
+    jobs = {row.engine: Job(row.engine, "", [IDS], 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
     asked: list[str] = []
 
     def take(job: Job) -> tuple[Turn | None, str | None]:
         asked.append(job.engine)
         if job.engine == "broken":
             return None, "exit code -4"
-        np.save(job.logits, np.array(logits[job.engine], dtype=np.float32))
+        np.save(job.logits, np.array([logits[job.engine]], dtype=np.float32))
         return turn(0.8 if job.engine == "slow" else 0.4, [1, 2, 3, 9 if job.engine == "slow" else 4]), None
 
     monkeypatch.setattr(end_to_end, "take_turn", take)
     bandwidth = end_to_end.measure(rows, jobs, 3)
-    end_to_end.conclude(rows, jobs, bandwidth)
+    end_to_end.conclude(rows, jobs, bandwidth, RIGHT)
     return rows, asked, bandwidth
 
 
@@ -144,8 +146,9 @@ def test_turns_alternate_and_floors_follow(monkeypatch: pytest.MonkeyPatch, tmp_
     first, slow, broken, wrong = rows
     assert first.tokens_per_second == pytest.approx(2.5)
     assert first.of_floor == pytest.approx(2.0)  # 2 GB at 10 GB/s are 5 tokens/s
-    assert (first.ratio, first.logits_error, first.prompt_tokens_per_second) == (None, None, 20.0)
+    assert (first.ratio, first.logits_error, first.prompt_tokens_per_second) == (None, 0.0, 20.0)
     assert (slow.tokens_per_second, slow.of_floor, slow.ratio) == pytest.approx((1.25, 4.0, 2.0))
+    assert slow.prompt_ratio == 1.0
     assert slow.logits_error == pytest.approx(0.02 / 5**0.5, rel=1e-3)
     assert slow.same_tokens == 3
     assert (broken.status, broken.reason, broken.tokens_per_second) == ("failed", "exit code -4", None)
@@ -153,15 +156,61 @@ def test_turns_alternate_and_floors_follow(monkeypatch: pytest.MonkeyPatch, tmp_
     assert f"over {WHOLE_MODEL}" in wrong.reason
 
 
+def test_the_bandwidth_is_that_of_the_weights(monkeypatch: pytest.MonkeyPatch, known_roof: object) -> None:
+    rows = [end_to_end.Row("moestro", "mxfp4", "bfloat16"), end_to_end.Row("llama.cpp-mxfp4", "mxfp4", "bf16")]
+    rates = {"moestro": [3e9, 5e9], "llama.cpp-mxfp4": []}
+
+    def take(job: Job) -> tuple[Turn, None]:
+        return dataclasses.replace(turn(0.4, [1, 2, 3, 4]), read_rates=rates[job.engine]), None
+
+    monkeypatch.setattr(end_to_end, "take_turn", take)
+    jobs = {row.engine: Job(row.engine, "", [IDS], 4) for row in rows}
+    assert end_to_end.measure(rows, jobs, 3) == 4e9
+
+
+def test_several_sequences_have_their_tokens_counted_and_no_floor(tmp_path: Path) -> None:
+    rows = [end_to_end.Row(name, "mxfp4", "bfloat16", 2e9) for name in ("a", "b")]
+    jobs = {row.engine: Job(row.engine, "", [IDS] * 4, 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
+    for row, tokens in zip(rows, ([[1] * 4, [2] * 4], [[1] * 4, [2, 2, 2, 3]]), strict=True):
+        row.turns = [Turn(1.0, [0.5], [[0.5] * 2], tokens)]
+        np.save(jobs[row.engine].logits, RIGHT.logits)
+    end_to_end.conclude(rows, jobs, 1e10, RIGHT)
+    assert [(row.tokens_per_second, row.of_floor, row.prompt_tokens_per_second) for row in rows] == [
+        (8.0, None, 80)
+    ] * 2
+    assert rows[1].same_tokens == 1
+
+
+def test_the_bound_grows_with_roundings_of_the_stream() -> None:
+    """A stream of normal numbers to which small ones are added, in bfloat16: within the bound, and not by far."""
+    torch.manual_seed(0)
+    for layers in (24, 48):
+        parts = 0.05 * torch.randn(2 * layers, 100_000)
+        start = torch.randn(100_000).bfloat16().float()
+        exact, rounded = start.clone(), start.bfloat16()
+        for part in parts:
+            exact, rounded = exact + part, (rounded.float() + part).bfloat16()
+        error = float((rounded - exact).norm() / exact.norm())
+        bound = whole_model(layers, "bfloat16")
+        assert bound / 4 < error < bound
+        assert whole_model(layers, "float32") == WHOLE_MODEL
+    assert whole_model(4, "bfloat16") == WHOLE_MODEL
+
+
+def test_a_reference_that_cannot_be_had(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"moestro-float32, which failed: .*needs its logits"):
+        end_to_end.reference(Job(engines.REFERENCE, str(tmp_path / "nothing"), [IDS], 0, 0))
+
+
 def test_other_weights_have_a_wider_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> None:
     logits = {"a": [1.0, 2.0], "near": [1.0, 2.1], "rounded": [1.0, 2.1], "bf16": [1.0, 2.1], "wrong": [1.0, 2.3]}
     rests = {"rounded": "int8", "bf16": "bf16", "wrong": "int8"}
     rows = [end_to_end.Row(name, "mxfp4", rests.get(name, "bfloat16"), 2e9) for name in logits]
-    jobs = {row.engine: Job(row.engine, "", IDS, 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
+    jobs = {row.engine: Job(row.engine, "", [IDS], 4, 2, 1, str(tmp_path / f"{row.engine}.npy")) for row in rows}
     for row in rows:
         row.turns = [turn(0.4, [1, 2, 3, 4])]
-        np.save(jobs[row.engine].logits, np.array(logits[row.engine], dtype=np.float32))
-    end_to_end.conclude(rows, jobs, 1e10)
+        np.save(jobs[row.engine].logits, np.array([logits[row.engine]], dtype=np.float32))
+    end_to_end.conclude(rows, jobs, 1e10, RIGHT)
     wrong = {row.engine: row.reason for row in rows if row.status == "wrong output"}
     assert wrong.keys() == {"near", "bf16", "wrong"}
     assert f"over {OTHER_WEIGHTS}" in wrong["wrong"]
@@ -188,14 +237,16 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: o
         "machine": {"processor": "p", "threads": 2, "memory_bytes": 2**30, "features": ["avx2"], "device": "cpu"},
         "versions": {"torch": "1"},
         "model": {"kind": "gpt_oss"},
-        "job": {"prompt_tokens": 17, "new_tokens": 32, "repeats": 2, "rounds": 3, "threads": 2},
+        "job": {"prompt_tokens": 17, "sequences": 1, "new_tokens": 32, "repeats": 2, "rounds": 3, "threads": 2},
         "bandwidth": bandwidth,
     }
     text = end_to_end.page(rows, about)
     head, rule, *lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in (head, rule, *lines)} == {14}
+    assert {line.count("|") for line in (head, rule, *lines)} == {15}
     assert "time / a's" in head
-    assert lines[1].startswith("| slow | mxfp4 | bfloat16 | 2.00 | 5.0 | 1.25 (1.25-1.25) | 4.00 | 2.00x | 20.0 |")
+    assert lines[1].startswith(
+        "| slow | mxfp4 | bfloat16 | 2.00 | 5.0 | 1.25 (1.25-1.25) | 4.00 | 2.00x | 20.0 | 1.00x |"
+    )
     assert "- broken: failed: exit code -4" in text
     assert "10.0 GB/s" in text
     json.dumps([dataclasses.asdict(row) for row in rows])
@@ -205,18 +256,20 @@ def test_engines_of_python_do_the_same(folders: dict[str, Path], tmp_path: Path)
     turns = {}
     for engine in ("moestro", "moestro-projections", "transformers-eager"):
         file = str(tmp_path / f"{engine}.npy")
-        turns[engine] = engines.take_turn(Job(engine, str(folders["gpt-oss-20b"]), IDS, 3, 2, 1, file))
+        turns[engine] = engines.take_turn(Job(engine, str(folders["gpt-oss-20b"]), [IDS, IDS[::-1]], 3, 2, 1, file))
         assert [len(steps) for steps in turns[engine].step_seconds] == [2, 2]
         assert len(turns[engine].prompt_seconds) == 2
-        assert len(turns[engine].ids) == 3
+        assert [len(tokens) for tokens in turns[engine].ids] == [2, 2, 2]
+        assert len(turns[engine].read_rates) == 2
         assert turns[engine].resident_bytes >= turns[engine].anonymous_bytes > 0
-    first, second, third = (torch.from_numpy(np.load(tmp_path / f"{engine}.npy"))[None] for engine in turns)
+    first, second, third = (torch.from_numpy(np.load(tmp_path / f"{engine}.npy")) for engine in turns)
+    assert first.shape[0] == 2
     for other in (second, third):
         assert float((other - first).norm() / first.norm()) < LOW_PRECISION_INPUT
 
 
 def test_a_turn_in_a_process_of_its_own_that_fails(tmp_path: Path) -> None:
-    found, problem = end_to_end.take_turn(Job("moestro", str(tmp_path / "nothing"), IDS, 3))
+    found, problem = end_to_end.take_turn(Job("moestro", str(tmp_path / "nothing"), [IDS], 3))
     assert found is None
     assert "where there is no folder" in problem
 
@@ -227,15 +280,15 @@ ABSENT = installed.missing("llama.cpp", "llama/llama_cpp")
 @pytest.mark.skipif(ABSENT is not None, reason=str(ABSENT))
 @pytest.mark.parametrize("like", LIKE)
 def test_llama_cpp_computes_the_same_model(folders: dict[str, Path], like: str, tmp_path: Path) -> None:
-    model = moestro.load(folders[like], dtype="float32")
+    model, prompts = moestro.load(folders[like], dtype="float32"), [IDS, IDS[::-1]]
     with torch.no_grad():
-        expected = model(torch.tensor([IDS])).logits[0, -1]
+        expected = model(torch.tensor(prompts)).logits[:, -1]
     for storage in (gguf_model.Storage("f32", "f32"), gguf_model.Storage("mxfp4", "bf16")):
         file, logits = tmp_path / f"{storage.experts}.gguf", str(tmp_path / "logits.npy")
         gguf_model.write_gguf(folders[like], file, storage)
-        found, problem = end_to_end.take_turn(Job("llama.cpp", str(file), IDS, 3, 1, 1, logits))
+        found, problem = end_to_end.take_turn(Job("llama.cpp", str(file), prompts, 3, 1, 1, logits))
         assert problem is None
-        assert len(found.ids) == 3
+        assert [len(tokens) for tokens in found.ids] == [2, 2, 2]
         actual = torch.from_numpy(np.load(logits))
         if storage.experts == "f32":
             assert_close(actual, expected, torch.bfloat16)  # keys and values are kept in float16

@@ -29,7 +29,8 @@ def stores(model):
 
 
 @pytest.fixture
-def model(made):
+def model(made, monkeypatch):
+    monkeypatch.setattr(residency, "LOOK_SECONDS", 0.0)
     return moestro.load(made.folder("gpt-oss-20b"))
 
 
@@ -88,6 +89,19 @@ def test_pages_are_given_back(model, monkeypatch):
     monkeypatch.setattr(residency, "_resident_pages", lambda: calls.append(1) or 1 << 60)
     logits(model)
     assert len(calls) == len(stores(model))
+
+
+def test_below_the_limit_it_is_looked_at_now_and_then(model, monkeypatch):
+    calls, pages = [], [0]
+    monkeypatch.setattr(residency, "_resident_pages", lambda: calls.append(1) or pages[0])
+    monkeypatch.setattr(residency, "LOOK_SECONDS", 1e9)
+    for _ in range(3):
+        logits(model)
+    assert len(calls) == 1
+    stores(model)[0].residency._next_look = 0.0
+    pages[0] = 1 << 60
+    logits(model)
+    assert len(calls) == 1 + len(stores(model))
 
 
 def test_what_was_written_is_kept(model, released, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,6 +21,10 @@ SHARE = 0.75
 LEAST_FETCHED = 1 << 30
 """Bytes of experts from which on pages are mapped ahead of their use; fewer are touched in hundredths of a second."""
 
+LOOK_SECONDS = 0.02
+"""While a process takes up less than its share, it is asked how much that is once in so many seconds: a token passes
+through a layer in a few thousandths, of which asking takes a hundredth."""
+
 _STATM = "/proc/self/statm"
 
 
@@ -35,6 +40,7 @@ class Residency:
         self._checkpoint = checkpoint
         self._limit = int(SHARE * memory_bytes() / os.sysconf("SC_PAGE_SIZE")) if _is_measurable() else None
         self._last: Mapping[str, Tensor] = {}
+        self._next_look = 0.0
 
     def fetch(self, names: Iterable[str]) -> threading.Thread | None:
         """Have the pages of these tensors mapped by a thread, so that the first tokens do not wait for each of them.
@@ -54,7 +60,10 @@ class Residency:
     def turn_to(self, tensors: Mapping[str, Tensor]) -> None:
         """Tell that a layer's tensors are used next."""
         last, self._last = self._last, tensors
-        if last is tensors or self._limit is None or _resident_pages() <= self._limit:
+        if last is tensors or self._limit is None or time.monotonic() < self._next_look:
+            return
+        if _resident_pages() <= self._limit:
+            self._next_look = time.monotonic() + LOOK_SECONDS
             return
         for name, tensor in last.items():
             if tensor._version == 0:  # what was written to a mapped tensor is in its pages only

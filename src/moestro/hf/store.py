@@ -183,6 +183,7 @@ class ExpertStore(nn.Module):
 
     def _build(self) -> None:
         self._weights: ExpertWeights | None = None
+        self._beside = (*(f"{each.name}_bias" for each in self.stored.projections.both), "post_expert_norm")
         self.gate_up, self.down = (recipe.build(self.tensors) for recipe in self.stored.recipes)
 
     @property
@@ -205,8 +206,7 @@ class ExpertStore(nn.Module):
     def weights(self, holder: Any) -> ExpertWeights | TracedWeights:
         """The experts as a value, with the biases and the norm that `holder` keeps as its own."""
         compiling = torch.compiler.is_compiling()
-        first, second = (getattr(holder, f"{each.name}_bias", None) for each in self.stored.projections.both)
-        norm = getattr(holder, "post_expert_norm", None)
+        first, second, norm = (_of(holder, name) for name in self._beside)
         if self._handle is not None:
             if compiling:
                 return TracedWeights(self._handle, self.gate_up.format, first, second, norm)
@@ -327,6 +327,14 @@ class ExpertStore(nn.Module):
     def extra_repr(self) -> str:
         e, _, k = self.gate_up.shape
         return f"num_experts={e}, hidden_size={k}, {self.layout}"
+
+
+def _of(module: nn.Module, name: str) -> Any:
+    """What a module has under a name, or None, which `getattr` takes long to find."""
+    for kept in (module.__dict__, module._parameters, module._buffers, module._modules):
+        if name in kept:
+            return kept[name]
+    return getattr(module, name) if hasattr(type(module), name) else None
 
 
 def _named(place: torch.device) -> str:
