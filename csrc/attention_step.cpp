@@ -24,17 +24,17 @@ void keep(const AttentionStep& step, const uint8_t* rows, int64_t batch, const C
                 rows, static_cast<size_t>(bytes));
 }
 
-void add(const Isa& isa, const StepOut& to, Element dtype, int64_t values) {
-    float* own = Between::arena().reserve(2 * round_up(values, 16));
-    float* residual = own + round_up(values, 16);
-    isa.widen(to.out, dtype, values, 1.0f, own);
-    isa.widen(to.residual, dtype, values, 1.0f, residual);
-    const float* rows[2] = {residual, own};
-    const float ones[2] = {1.0f, 1.0f};
-    isa.combine(rows, ones, 2, values, to.out, dtype);
-}
-
 }  // namespace
+
+void add(const Isa& isa, const void* residual, void* out, Element dtype, int64_t values) {
+    const Release release;
+    float* both = Between::arena().reserve(2 * round_up(values, 16));
+    const float* rows[2] = {both + round_up(values, 16), both};
+    isa.widen(out, dtype, values, 1.0f, both);
+    isa.widen(residual, dtype, values, 1.0f, both + round_up(values, 16));
+    const float ones[2] = {1.0f, 1.0f};
+    isa.combine(rows, ones, 2, values, out, dtype);
+}
 
 void run(const PreparedLinear& prepared, const FloatArray& x, int64_t num_tokens, void* out, int num_threads) {
     LinearCall call = prepared.call;
@@ -82,7 +82,7 @@ void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, const
     attention(isa, call);
     run(step.o, {call.out, call.dtype, size}, call.batch, to.out, call.num_threads);
     const int64_t wide = step.o.call.weights.rows;
-    if (to.residual) add(isa, to, call.dtype, call.batch * wide);
+    if (to.residual) add(isa, to.residual, to.out, call.dtype, call.batch * wide);
     if (to.normalised) rms_norm(isa, *step.norm_after, {to.out, call.dtype, wide}, call.batch, to.normalised, 1);
 }
 

@@ -45,6 +45,9 @@ struct StepOut {
     void* normalised = nullptr;      // where there is a norm after it
 };
 
+// out[i] += residual[i] for so many values of a dtype, rounded once.
+void add(const Isa& isa, const void* residual, void* out, Element dtype, int64_t values);
+
 // `out` = o of the attention of queries as `project` wrote them. `call` lacks what the step knows.
 void attend(const Isa& isa, const AttentionStep& step, AttentionCall call, const StepOut& to);
 

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "attention_step.h"
+#include "bindings_experts.h"
 #include "bindings_linear.h"
 #include "routing_step.h"
 
@@ -169,6 +170,22 @@ public:
         const nb::gil_scoped_release release;
         return route_rows(isa_, step_, rows, num_tokens, to, threads);
     }
+    // `out` [tokens, hidden], which must not be `residual`.
+    bool run_experts(int64_t num_threads, int64_t num_tokens, uint64_t x, int64_t x_stride, const ExpertMlp& experts,
+                     int weights_dtype, uint64_t residual, uint64_t out) const {
+        Call call = experts.prepared(num_threads, num_tokens);
+        const LinearCall& logits = step_.logits.call;
+        need(num_tokens > 0 && num_tokens < kMostTokens / kMostScores, "sizes out of range");
+        need(call.num_experts == logits.weights.rows && call.top_k == step_.router.top_k &&
+                 call.hidden_size == logits.weights.columns,
+             "experts that are not those of the router");
+        need(call.x.dtype == logits.x.dtype && call.out_dtype == call.x.dtype, "several dtypes");
+        need(x && residual && out && residual != out, "no address");
+        call.x.data = at<void>(x), call.x.stride = x_stride, call.out = at<void>(out);
+        const Element rounded = checked_dtype(weights_dtype);
+        const nb::gil_scoped_release release;
+        return route_to_experts(isa_, step_, rounded, experts.isa(), call, at<void>(residual));
+    }
 
 private:
     const Isa& isa_;
@@ -199,7 +216,9 @@ void bind_step(nb::module_& m) {
     nb::class_<Routing>(m, "RoutingStep")
         .def("__init__", &make_routing, nb::kw_only(), "isa"_a, "logits"_a, "router"_a, "top_k"_a)
         .def("run", &Routing::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "logits_address"_a,
-             "ids_address"_a, "weights_address"_a, "weights_dtype"_a);
+             "ids_address"_a, "weights_address"_a, "weights_dtype"_a)
+        .def("run_experts", &Routing::run_experts, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a,
+             "experts"_a, "weights_dtype"_a, "residual_address"_a, "out_address"_a);
 }
 
 }  // namespace moestro

@@ -6,6 +6,7 @@ namespace moestro {
 namespace {
 
 class Logits : public Workspace<Logits> {};
+class Chosen : public Workspace<Chosen> {};
 
 }  // namespace
 
@@ -23,6 +24,25 @@ bool route_rows(const Isa& isa, const RoutingStep& step, const FloatArray& x, in
         return false;
     const float one = 1.0f;
     isa.combine(&weights, &one, 1, slots, to.weights, to.weights_dtype);
+    return true;
+}
+
+bool route_to_experts(const Isa& isa, const RoutingStep& step, Element weights_dtype, const Isa& experts, Call call,
+                      const void* residual) {
+    const struct Release {
+        ~Release() { Chosen::release(); }
+    } release;
+    const int64_t scores = round_up(call.num_tokens * call.num_experts, 16);
+    const int64_t slots = round_up(call.num_tokens * call.top_k, 16);
+    float* weights = Chosen::arena().reserve(slots + 2 * slots + slots + scores);
+    auto* ids = reinterpret_cast<int64_t*>(weights + slots);
+    float *rounded = weights + 3 * slots, *logits = weights + 4 * slots;
+    const Routed to{logits, ids, rounded, weights_dtype};
+    if (!route_rows(isa, step, call.x, call.num_tokens, to, call.num_threads)) return false;
+    isa.widen(rounded, weights_dtype, call.num_tokens * call.top_k, 1.0f, weights);
+    call.expert_ids = ids, call.ids_are_64_bit = true, call.routing_weights = weights;
+    expert_mlp(experts, call);
+    add(isa, residual, call.out, call.out_dtype, call.num_tokens * call.hidden_size);
     return true;
 }
 

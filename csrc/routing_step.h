@@ -23,4 +23,9 @@ struct Routed {
 bool route_rows(const Isa& isa, const RoutingStep& step, const FloatArray& x, int64_t num_tokens, const Routed& to,
                 int num_threads);
 
+// call.out = residual + the experts of call.x that the router chooses, whose weights are rounded to a dtype between the
+// two. `call` has no routing. False as of `route_rows`, and nothing is written.
+bool route_to_experts(const Isa& isa, const RoutingStep& step, Element weights_dtype, const Isa& experts, Call call,
+                      const void* residual);
+
 }  // namespace moestro

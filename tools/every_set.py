@@ -38,6 +38,7 @@ TESTS = (
     "tests/ops/test_topk_cpu.py",
     "tests/routing/test_routing_cpu.py",
     "tests/hf/test_dense.py",
+    "tests/hf/test_expert_steps.py",
     "tests/hf/test_experts.py",
     "tests/hf/test_norms_and_routers.py",
     "tests/hf/test_steps.py",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moestro.hf import norms
-from moestro.hf.stand_in import KEPT, is_untouched, stand_in, with_parts
+from moestro.hf.expert_steps import experts_of_step
+from moestro.hf.stand_in import KEPT, is_served, is_untouched, stand_in, with_parts
 from moestro.hf.step import FUNCTIONS, Position, Step, Steps, is_made_of_linears, step_for
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
@@ -56,7 +57,7 @@ def served_steps(model: nn.Module) -> dict[str, str | None]:
     """
     modules, found = dict(model.named_modules()), {}
     for name, module in modules.items():
-        if hasattr(type(module), "_moestro_own_class") and is_known_attention(module):
+        if is_served(module) and is_known_attention(module):
             layer = modules[name.rpartition(".")[0]]
             reasons = [_why_not(module, each) for each in (layer, module)]
             found[name] = None if None in reasons else min(reasons, key=lambda reason: reason == _NO_STEP)
@@ -122,9 +123,12 @@ def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: A
 
 
 def _behind(layer: Any, x: Tensor, normalised: Tensor) -> Tensor:
-    """What a layer adds behind its attention."""
-    y: Any = layer.mlp(normalised)
-    total: Tensor = x + (y[0] if isinstance(y, tuple) else y)
+    """The sum with what a layer adds behind its attention."""
+    block = layer._modules["mlp"]
+    total = experts_of_step(block, normalised, x)
+    if total is None:
+        y: Any = block(normalised)
+        total = x + (y[0] if isinstance(y, tuple) else y)
     return total
 
 

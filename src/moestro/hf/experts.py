@@ -209,8 +209,12 @@ def serve(
     Raises:
         UnsupportedError: the module's weights cannot be served (quantised, sharded, or of an unknown layout).
     """
-    weights = stored_weights(module) or expert_weights(module, plan_of(module))
-    return apply(hidden_states, top_k_index, top_k_weights, weights, strategy)
+    return apply(hidden_states, top_k_index, top_k_weights, weights_of(module), strategy)
+
+
+def weights_of(module: nn.Module) -> ExpertWeights | TracedWeights:
+    """The experts of a module of the interface as they are now; errors as of `serve`."""
+    return stored_weights(module) or expert_weights(module, plan_of(module))
 
 
 def apply(

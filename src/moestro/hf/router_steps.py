@@ -25,13 +25,13 @@ _CLEAR = 8
 
 
 class Routes(Kept):
-    """What one router was found to compute: by (rows, dtype, threads, plain values) a `_Route`, or None."""
+    """What one router was found to compute: by (rows, dtype, threads, plain values, class) a `Route`, or None."""
 
     def __init__(self) -> None:
-        self.by_call: dict[tuple[Any, ...], _Route | None] = {}
+        self.by_call: dict[tuple[Any, ...], Route | None] = {}
 
 
-class _Route:
+class Route:
     """The engine's call for one router whose parameters lie where they lay."""
 
     def __init__(
@@ -74,22 +74,30 @@ def _routed(module: Any, forward: Any, x: Any, *others: Any) -> tuple[Tensor, Te
     if not x.numel() or x.stride(-1) != 1:
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    kept = module.__dict__.get(KEPT)
-    if not isinstance(kept, Routes):
-        kept = module.__dict__[KEPT] = Routes()
-    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), plain_values(module)
-    key, layout = (len(rows), x.dim(), x.dtype, how), layout_key(_parameters(module))
-    found = kept.by_call.get(key)
-    if key not in kept.by_call or (found is not None and found.layout != layout):
-        found = kept.by_call[key] = _made(module, rows, x.dim(), layout)
+    found = route_of(module, rows, x.dim())
     return None if found is None else found.run(rows)
 
 
-def _parameters(module: nn.Module) -> list[Tensor]:
+def route_of(module: Any, rows: Tensor, dim: int) -> Route | None:
+    """The engine's call that a router keeps for so many rows, which its own forward is given in `dim` dimensions; None
+    where it has none."""
+    kept = module.__dict__.get(KEPT)
+    if not isinstance(kept, Routes):
+        kept = module.__dict__[KEPT] = Routes()
+    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), plain_values(module), type(module)
+    key, layout = (len(rows), dim, rows.dtype, how), layout_key(parameters(module))
+    found = kept.by_call.get(key)
+    if key not in kept.by_call or (found is not None and found.layout != layout):
+        found = kept.by_call[key] = _made(module, rows, dim, layout)
+    return found
+
+
+def parameters(module: nn.Module) -> list[Tensor]:
+    """The tensors whose places a router's call knows."""
     return [tensor for tensor in module._parameters.values() if tensor is not None]
 
 
-def _made(module: Any, rows: Tensor, dim: int, layout: list[Layout]) -> _Route | None:
+def _made(module: Any, rows: Tensor, dim: int, layout: list[Layout]) -> Route | None:
     """The first way to score that gives what the module's own forward gives for random rows, of one sequence where it
     is given sequences."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -119,7 +127,7 @@ def _made(module: Any, rows: Tensor, dim: int, layout: list[Layout]) -> _Route |
             router=router,
             top_k=module.top_k,
         )
-        route = _Route(made, layout, sizes, (wanted[0].dtype, wanted[1].dtype))
+        route = Route(made, layout, sizes, (wanted[0].dtype, wanted[1].dtype))
         found = route.run(probe)
         if found is not None and _agrees(found, wanted):
             return route

@@ -31,9 +31,14 @@ class Kept:
 
 def stand_in(module: nn.Module, way: Way) -> None:
     """Have a module ask `way` first where no gradient is recorded and no graph is traced; its own forward stays."""
-    if not hasattr(type(module), "_moestro_own_class"):
+    if not is_served(module):
         own: Any = type(module)
         module.__class__ = _class(own, way)
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether it has a stand-in."""
+    return hasattr(type(module), "_moestro_own_class")
 
 
 def own_class(module: nn.Module) -> Any:
@@ -66,12 +71,18 @@ def plain_values(module: nn.Module) -> tuple[Any, ...]:
 def is_untouched(module: nn.Module) -> bool:
     """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own or put into
     its class since, nobody told of it."""
-    state, cls = module.__dict__, type(module)
-    hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state
-    if hooked or cls._call_impl is not nn.Module._call_impl:
+    cls: Any = type(module)
+    if "forward" in module.__dict__ or not is_called_as_is(module):
         return False
     own: Any = getattr(cls, "_moestro_own_class", None)
-    return own is None or own.forward is cls._moestro_own_forward  # type: ignore[attr-defined]
+    return own is None or own.forward is cls._moestro_own_forward
+
+
+def is_called_as_is(module: nn.Module) -> bool:
+    """Whether a call of a module is its forward and nothing else, whoever put that there."""
+    state = module.__dict__
+    hooked = state["_forward_hooks"] or state["_forward_pre_hooks"]
+    return not hooked and type(module)._call_impl is nn.Module._call_impl
 
 
 @cache

@@ -76,6 +76,7 @@ class Prepared:
         kernels: what exactly runs for these very arguments, as far as the implementation can tell.
         routed_only: whether of unstacked experts it reads those that ids name, and no others.
         in_waves: the same in parts, where it can be computed so.
+        handle: the engine's call, where `compute` does nothing else; None of every other implementation.
     """
 
     implementation: str
@@ -87,6 +88,7 @@ class Prepared:
     kernels: Callable[..., tuple[KernelUse, ...]] = field(default=lambda *arguments: (), repr=False)
     routed_only: bool = False
     in_waves: InWaves | None = field(default=None, repr=False)
+    handle: Any = field(default=None, repr=False)
 
     def __call__(self, *arguments: Any) -> Any:
         return self.compute(*arguments)

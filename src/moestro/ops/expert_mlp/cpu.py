@@ -72,6 +72,7 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         kernels,
         routed_only=walk != "all_experts",
         in_waves=_in_waves(handle, threads),
+        handle=None if copied else handle,
     )
 
 
