@@ -116,10 +116,11 @@ def memory() -> dict[str, int]:
 
 
 def moestro_engine(job: Job) -> Engine:
-    """As `moestro.load` gives it."""
+    """As `moestro.load` gives it, with the cache of `moestro generate`."""
     import moestro
+    from moestro.hf.cache import appending_cache
 
-    return _of_transformers(moestro.load(job.model, **MOESTRO[job.engine]))
+    return _of_transformers(moestro.load(job.model, **MOESTRO[job.engine]), appending_cache)
 
 
 def transformers_engine(job: Job) -> Engine:
@@ -132,7 +133,7 @@ def transformers_engine(job: Job) -> Engine:
     return _of_transformers(model.eval())
 
 
-def _of_transformers(model: Any) -> Engine:
+def _of_transformers(model: Any, cache: Callable[[Any, Any], dict[str, Any]] = lambda *_: {}) -> Engine:
     def logits(ids: list[list[int]]) -> np.ndarray[Any, Any]:
         with torch.no_grad():
             return model(torch.tensor(ids), logits_to_keep=1).logits[:, -1].float().numpy()
@@ -140,7 +141,8 @@ def _of_transformers(model: Any) -> Engine:
     def generate(ids: list[list[int]], count: int) -> tuple[list[list[int]], list[float]]:
         clock, prompt = Clock(), torch.tensor(ids)
         options = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "streamer": clock}
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
+        options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
+        found = model.generate(prompt, **options, **cache(model, model.generation_config))
         return found[:, prompt.shape[1] :].T.tolist(), clock.times[1:]
 
     return Engine(logits, generate, _weights(model))

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf.checkpoints import Checkpoints
 from moestro.hf import load
-from moestro.hf.cache import SPARE, AppendingLayer, appending_cache
+from moestro.hf.cache import SPARE, AppendingLayer, AppendingWindow, appending_cache
 
 STEPS = st.one_of(
     st.tuples(st.just("append"), st.sampled_from([1, 1, 2, SPARE - 1, SPARE, SPARE + 1])),
@@ -58,6 +58,64 @@ def test_a_layer_is_what_transformers_own_is(steps):
         assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
 
 
+@given(
+    st.lists(st.one_of(STEPS, *[st.tuples(st.just("append"), st.just(1))] * 4), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 3, 8, SPARE + 40]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_window_is_what_transformers_own_is(steps, size, alike, records):
+    """Token by token and many at once, before and behind the end of a window."""
+    ours, theirs, batch = AppendingWindow(size), DynamicSlidingWindowLayer(size), 2
+    for each in (ours, theirs):
+        if records:
+            each.activate_past_recording()
+    for seed, (what, value) in enumerate((("append", 3), *steps)):
+        length = theirs.get_seq_length()
+        if what == "append":
+            keys, values = states(batch, value, seed)
+            given_states = keys, keys + 1 if alike else values
+            for found, expected in zip(ours.update(*given_states), theirs.update(*given_states), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            for found, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        elif what == "reset":
+            ours.reset(), theirs.reset()
+        elif 5 < length < size and what == "crop":
+            ours.crop(-value), theirs.crop(-value)
+        elif length and what == "select":
+            ours.batch_select_indices(torch.tensor(value)), theirs.batch_select_indices(torch.tensor(value))
+            batch = 2
+        elif length and what == "repeat" and batch < 8:
+            ours.batch_repeat_interleave(value), theirs.batch_repeat_interleave(value)
+            batch *= value
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+
+
+def test_a_window_moves_through_memory():
+    ours, theirs = AppendingWindow(4), DynamicSlidingWindowLayer(4)
+    given_out = []
+    for seed, length in enumerate((6, *[1] * (2 * SPARE + 9))):
+        keys, values = states(1, length, seed)[0], states(1, length, seed + 9999)[0]
+        found, expected = ours.update(keys, values), theirs.update(keys, values)
+        for mine, other in (*zip(found, expected, strict=True), (ours.keys, theirs.keys), (ours.values, theirs.values)):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)
+        given_out.append((found[0], expected[0].clone()))
+        assert ours.get_seq_length() == theirs.get_seq_length()
+    for mine, other in given_out:  # what was given out stays what it was
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    addresses = {layer.untyped_storage().data_ptr() for layer, _ in given_out[1:]}
+    assert len(addresses) == 3
+    room = ours.room((1, 2, 4), torch.float32)
+    assert room is not None
+    assert ours.room((2, 2, 4), torch.float32) is ours.room((1, 2, 5), torch.float32) is None
+    assert ours.room((1, 2, 4), torch.bfloat16) is None
+    assert room[0].data_ptr() == ours.keys[:, :, -1].data_ptr() + 4 * ours.keys.stride(2)
+    ours.keys = ours.keys.clone()
+    assert ours.room((1, 2, 4), torch.float32) is None
+
+
 def test_a_token_is_written_behind_those_before_it():
     layer = AppendingLayer()
     keys, values = layer.update(*states(1, 5, 0))
@@ -99,7 +157,7 @@ def test_generation_is_the_same(made, like):
     ids = torch.arange(3, 24)[None]
     given_arguments = appending_cache(model, model.generation_config)
     kinds = {type(layer) for layer in given_arguments["past_key_values"].layers}
-    assert kinds == ({AppendingLayer, DynamicSlidingWindowLayer} if like == "gpt-oss-20b" else {AppendingLayer})
+    assert kinds == ({AppendingLayer, AppendingWindow} if like == "gpt-oss-20b" else {AppendingLayer})
     asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     asked["attention_mask"] = torch.ones_like(ids)
     for beams in ({}, {"num_beams": 2}):
@@ -127,4 +185,7 @@ def test_models_that_keep_something_else(monkeypatch):
     window = DynamicCache(None)
     window.layers = [DynamicSlidingWindowLayer(4)]
     monkeypatch.setattr("moestro.hf.cache.DynamicCache", lambda config: window)
+    (layer,) = appending_cache(model_of(), GenerationConfig())["past_key_values"].layers
+    assert (type(layer), layer.sliding_window) == (AppendingWindow, 4)
+    monkeypatch.setattr("moestro.hf.cache.DynamicCache", lambda config: SimpleNamespace(layers=[object()]))
     assert appending_cache(model_of(), GenerationConfig()) == {}

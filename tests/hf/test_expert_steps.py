@@ -17,9 +17,9 @@ import moestro
 import zoo
 from architectures import relative_error
 from hf.models import built
-from hf.test_steps import cache_of, inputs, logits_of_steps, with_sdpa
+from hf.test_steps import CACHES, cache_of, inputs, logits_of_steps, with_sdpa
 from moestro.hf import attention_steps
-from moestro.hf.expert_steps import Block, ExpertStep, experts_of_step
+from moestro.hf.expert_steps import Block, ExpertStep, expert_step_for
 from moestro.hf.stand_in import KEPT
 from moestro.ops import native
 from moestro.ops.dispatch import observed
@@ -44,16 +44,16 @@ def engine_for_few_rows(monkeypatch):
 @contextmanager
 def counted():
     """The blocks' steps that run."""
-    calls, run = [], ExpertStep.run
+    calls, later = [], ExpertStep.later
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertStep, "run", lambda *arguments: calls.append(1) or run(*arguments))
+        patch.setattr(ExpertStep, "later", lambda *arguments: calls.append(1) or later(*arguments))
         yield calls
 
 
 def without(model, monkeypatch, **how):
     """Logits where the modules of blocks are called."""
     with monkeypatch.context() as patch:
-        patch.setattr(attention_steps, "experts_of_step", lambda *_: None)
+        patch.setattr(attention_steps, "expert_step_for", lambda *_: None)
         return logits_of_steps(model, **how)
 
 
@@ -71,9 +71,9 @@ def test_the_same_bits_as_module_by_module(architecture, monkeypatch):
     model = model_of(architecture)
     for batch in (1, 3):
         with counted() as calls:
-            found = logits_of_steps(model, batch)
+            found = logits_of_steps(model, batch, make_cache=CACHES["appending"])
         assert len(calls) == 5 * len(blocks_of(model))
-        assert torch.equal(found, without(model, monkeypatch, batch=batch))
+        assert torch.equal(found, without(model, monkeypatch, batch=batch, make_cache=CACHES["appending"]))
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
@@ -322,8 +322,11 @@ def test_what_is_given_stays_as_it_is():
     given = Given()
     x, residual = given.x.clone(), given.residual.clone()
     with torch.no_grad():
-        found = experts_of_step(given.block, given.x, given.residual)
+        later = expert_step_for(given.block, given.x).later(given.x, given.residual)
         wanted = given.residual + given.block(given.x)
+    (found,) = later.results
+    found.fill_(torch.nan)
+    assert later.run()
     assert torch.equal(found, wanted)
     assert torch.equal(given.x, x)
     assert torch.equal(given.residual, residual)
@@ -333,8 +336,7 @@ def test_what_is_given_stays_as_it_is():
 def test_the_engine_refuses_what_does_not_belong_together():
     given = Given()
     with torch.no_grad():
-        experts_of_step(given.block, given.x, given.residual)
-    step = next(step for _, step in given.block.__dict__[KEPT].by_call.values() if step is not None)
+        step = expert_step_for(given.block, given.x)
     out = torch.full_like(given.x, torch.nan)
     x, residual, to = given.x.data_ptr(), given.residual.data_ptr(), out.data_ptr()
     run, stride, code = step.route.engine.run_experts, given.x.stride(0), native.FLOATS[torch.bfloat16]

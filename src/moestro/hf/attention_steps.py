@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moestro.hf import norms
-from moestro.hf.expert_steps import experts_of_step
+from moestro.hf.expert_steps import expert_step_for
+from moestro.hf.pending import Chain, Later, Pending, settled
 from moestro.hf.stand_in import KEPT, is_served, is_untouched, stand_in, with_parts
 from moestro.hf.step import FUNCTIONS, Position, Step, Steps, is_made_of_linears, step_for
 from moestro.ops import native
@@ -32,6 +33,7 @@ _TAKEN = frozenset({"self", "hidden_states", *_NAMED, "kwargs", "cache_position"
 _AROUND = ("input_layernorm", "post_attention_layernorm")
 _LAYER = {"self_attn", "mlp", *_AROUND}
 _NO_STEP = Steps().last
+_RETURNED_BY = "_moestro_returned_by"
 _CONTEXT = 3
 """Tokens before the one by which a module is tried."""
 
@@ -108,27 +110,51 @@ def _attended(module: Any, forward: Any, *arguments: Any, **named: Any) -> tuple
     return step.run(module, *given, named["attention_mask"], named["past_key_values"])[0], None
 
 
-def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: Any) -> Tensor | None:
-    x, module = named.get("hidden_states", x), layer._modules["self_attn"]
-    if arguments or not is_untouched(module):
-        return None
-    given = _given(module, x, named)
-    if given is None:
-        return None
-    around = tuple(layer._modules[name] for name in _AROUND)
-    step = step_for(layer, module, around, given, partial(_gives_layer, layer, forward, given))
-    if isinstance(step, str):
-        return None
-    return _behind(layer, *step.run(module, *given, named["attention_mask"], named["past_key_values"]))
+def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: Any) -> Any:
+    x, module = named.pop("hidden_states", x), layer._modules["self_attn"]
+    plain = x.plain if type(x) is Pending else x
+    given = None if arguments or not is_untouched(module) else _given(module, plain, named)
+    if given is not None:
+        around = tuple(layer._modules[name] for name in _AROUND)
+        step = step_for(layer, module, around, given, partial(_gives_layer, layer, forward, given))
+        if isinstance(step, Step):
+            return _after(layer, step, x, given, named)
+    return forward(layer, settled(x) if type(x) is Pending else x, *arguments, **named)
+
+
+def _after(layer: Any, step: Step, x: Tensor, given: tuple[Tensor, Position], named: dict[str, Any]) -> Tensor:
+    """What a layer's step gives: at once, or where a layer is known to follow, as soon as somebody looks."""
+    seen, module, steps = (named["attention_mask"], named["past_key_values"]), layer.self_attn, layer.__dict__[KEPT]
+    before = getattr(x, _RETURNED_BY, None)
+    if before is not None:
+        before.followed = True
+    experts = expert_step_for(layer._modules["mlp"], given[0])
+    attended = None if experts is None else step.later(module, *given, *seen)
+    chain = x.chain if type(x) is Pending else Chain()
+    if experts is None or attended is None:
+        chain.run()
+        out, normalised = step.run(module, *given, *seen)
+    else:
+        out, normalised = attended.results
+    if experts is None:
+        total = _behind(layer, out, normalised)
+    else:
+        behind = experts.later(normalised, out)
+        calls = behind.calls if attended is None else (*attended.calls, *behind.calls)
+        (total,) = plain = behind.results
+        chain.add(Later(calls, plain, (attended, behind)), lambda: plain[0].copy_(_behind(layer, out, normalised)))
+        if attended is not None and steps.followed and is_untouched(layer):
+            total = Pending.of(total, chain)
+        else:
+            chain.run()
+    setattr(total, _RETURNED_BY, steps)
+    return total
 
 
 def _behind(layer: Any, x: Tensor, normalised: Tensor) -> Tensor:
-    """The sum with what a layer adds behind its attention."""
-    block = layer._modules["mlp"]
-    total = experts_of_step(block, normalised, x)
-    if total is None:
-        y: Any = block(normalised)
-        total = x + (y[0] if isinstance(y, tuple) else y)
+    """The sum with what a layer adds behind its attention, by the modules of that."""
+    y: Any = layer.mlp(normalised)
+    total: Tensor = x + (y[0] if isinstance(y, tuple) else y)
     return total
 
 

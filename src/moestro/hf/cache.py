@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 SPARE = 256
 """Tokens for which there is room beside those that made the memory grow."""
@@ -25,18 +25,11 @@ class AppendingLayer(DynamicLayer):
     _memory: tuple[Tensor, Tensor]
 
     def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Memory for the keys and the values of one more token, [B, heads, head_dim] each: whoever has written it calls
+        """Memory for the keys and the values of one more token, [B, heads, head_dim] each: whoever writes it calls
         `take`. None where there is none."""
         if not self.is_initialized or self.keys.dtype != dtype:
             return None
-        used, (batch, heads, columns) = self.keys.shape[-2], shape
-        for states, memory in zip((self.keys, self.values), self._memory, strict=True):
-            begins = states.data_ptr() == memory.data_ptr() and states.stride() == memory.stride()
-            fits = states.shape == (batch, heads, used, columns) and used < memory.shape[-2]
-            if not begins or not fits or not _is_writable(memory):
-                return None
-        key_memory, value_memory = self._memory
-        return key_memory[:, :, used], value_memory[:, :, used]
+        return _room(self.keys, self.values, self._memory, (*shape, self.keys.shape[-2]))
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Count in the token for which `room` was given; the result is all that it attends to."""
@@ -57,6 +50,73 @@ class AppendingLayer(DynamicLayer):
         self.values, value_memory = _appended(value_memory, self.values, value_states)
         self._memory = key_memory, value_memory
         return self.keys, self.values
+
+
+class AppendingWindow(DynamicSlidingWindowLayer):
+    """The same of a layer that attends to a window of tokens: the window moves through memory that has room behind it,
+    and begins anew in other memory where that is full."""
+
+    keys: Tensor
+    values: Tensor
+    _memory: tuple[Tensor, Tensor] | None = None
+    _end = 0
+
+    def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """As `AppendingLayer.room`."""
+        if not self.is_initialized or self.record_past or self._memory is None or self.keys.dtype != dtype:
+            return None
+        return _room(self.keys, self.values, self._memory, (*shape, self._end))
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """As `AppendingLayer.take`."""
+        assert self._memory is not None  # there was room
+        first, self._end = self._end - self.keys.shape[-2], self._end + 1
+        self.cumulative_length += 1
+        seen = [memory[:, :, first : self._end] for memory in self._memory]
+        self.keys, self.values = (states[:, :, 1 - self.sliding_window :] for states in seen)
+        return seen[0], seen[1]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens; the result is all that these attend to."""
+        if not self._takes(key_states, value_states):
+            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return found
+        batch, heads, _, columns = key_states.shape
+        room = self.room((batch, heads, columns), key_states.dtype)
+        if room is None:
+            kept, states = self.keys.shape[-2], (self.keys, self.values)
+            key_memory, value_memory = (grown(each, kept, kept + SPARE) for each in states)
+            self._memory, self._end = (key_memory, value_memory), kept
+            room = key_memory[:, :, kept], value_memory[:, :, kept]
+        room[0].copy_(key_states[:, :, 0])
+        room[1].copy_(value_states[:, :, 0])
+        return self.take()
+
+    def _takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether they are those of one token behind others, and alike."""
+        if not self.is_initialized or self.record_past or self.sliding_window < 2 or keys.shape[-2] != 1:
+            return False
+        same = keys.dtype == values.dtype == self.keys.dtype and keys.shape == values.shape
+        return same and keys.shape[:2] == self.keys.shape[:2]
+
+
+def _room(
+    keys: Tensor, values: Tensor, both: tuple[Tensor, Tensor], size: tuple[int, int, int, int]
+) -> tuple[Tensor, Tensor] | None:
+    """The token behind the first `end` ones of memory for keys and for values, where that is what ends there; size:
+    batch, heads, columns of a head, end."""
+    batch, heads, columns, end = size
+    used = keys.shape[-2]
+    for states, memory in zip((keys, values), both, strict=True):
+        first = memory.data_ptr() + (end - used) * memory.stride(2) * memory.element_size() if memory.dim() == 4 else 0
+        follows = states.data_ptr() == first and states.stride() == memory.stride()
+        fits = states.shape == (batch, heads, used, columns) and end < memory.shape[-2]
+        if not follows or not fits or memory.shape[:2] != (batch, heads) or not _is_writable(memory):
+            return None
+    key_memory, value_memory = both
+    return key_memory[:, :, end], value_memory[:, :, end]
 
 
 def grown(states: Tensor, used: int, capacity: int) -> Tensor:
@@ -87,15 +147,17 @@ def appending_cache(model: Any, config: GenerationConfig) -> dict[str, Any]:
     """The arguments of a generation by this configuration that have its keys and values appended in place.
 
     Empty where Transformers would not make its usual cache for the model, where a cache is named, beside which
-    Transformers takes no other, or where no layer attends to all tokens: those that attend to a window hold few, and
-    linear ones none.
+    Transformers takes no other, or where no layer keeps keys and values: linear ones do not.
     """
     usual = config.cache_implementation is None and config.use_cache is not False
     other = getattr(model.config, "is_encoder_decoder", False) or "mamba" in type(model).__name__.lower()
     if other or not usual or not model._supports_default_dynamic_cache():
         return {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    whole = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
-    for number in whole:
-        cache.layers[number] = AppendingLayer()
-    return {"past_key_values": cache} if whole else {}
+    served = False
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[number], served = AppendingLayer(), True
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[number], served = AppendingWindow(layer.sliding_window), True
+    return {"past_key_values": cache} if served else {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moestro import settings
 from moestro.hf.experts import serve, weights_of
+from moestro.hf.pending import Later
 from moestro.hf.router_steps import Route, is_router, parameters, route_of
 from moestro.hf.stand_in import (
     KEPT,
@@ -49,15 +50,13 @@ class ExpertStep:
             return False
         return self.route.layout == layout_key(parameters(router))
 
-    def run(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """residual + the block's result for x, both [B, 1, H]; None for logits that only PyTorch's own operations
-        take."""
+    def later(self, x: Tensor, residual: Tensor) -> Later:
+        """The call that gives residual + the block's result for x, both [B, 1, H]; False of it for logits that only
+        PyTorch's own operations take."""
         out = torch.empty_strided(x.shape, (x.stride(0), x.stride(0), 1), dtype=x.dtype, device=x.device)
         rounded, to = native.FLOATS[self.route.dtypes[1]], (residual.data_ptr(), out.data_ptr())
-        good = self.route.engine.run_experts(
-            torch.get_num_threads(), len(x), x.data_ptr(), x.stride(0), self.handle, rounded, *to
-        )
-        return out if good else None
+        given = torch.get_num_threads(), len(x), x.data_ptr(), x.stride(0), self.handle, rounded, *to
+        return Later(((self.route.engine.run_experts, given),), (out,), (self, x, residual))
 
 
 class Block(Kept):
@@ -76,9 +75,9 @@ class Block(Kept):
         self.by_call: dict[tuple[Any, ...], tuple[tuple[Any, ...], ExpertStep | None]] = {}
 
 
-def experts_of_step(block: Any, x: Tensor, residual: Tensor) -> Tensor | None:
-    """residual + the first result of a block [B, 1, H] whose forward is a router and the experts behind it, for
-    contiguous tokens of the CPU; None where it is something else, or somebody is to see its parts."""
+def expert_step_for(block: Any, x: Tensor) -> ExpertStep | None:
+    """The step of a block whose forward is a router and the experts behind it, for contiguous tokens [B, 1, H] of the
+    CPU, whose numbers are not looked at; None where it is something else, or somebody is to see its parts."""
     kept = block.__dict__.get(KEPT)
     if type(kept) is not Block or kept.children != tuple(block._modules.values()):
         kept = block.__dict__[KEPT] = Block(block)
@@ -97,7 +96,7 @@ def experts_of_step(block: Any, x: Tensor, residual: Tensor) -> Tensor | None:
     known, weights = kept.by_call.get(key), weights_of(experts)
     if known is None or known[0] != state or not (known[1] is None or known[1].is_current(router, weights)):
         known = kept.by_call[key] = state, _made(block, router, weights, x, strategy)
-    return None if known[1] is None else known[1].run(x, residual)
+    return known[1]
 
 
 def _router_of(module: Any) -> nn.Module | None:

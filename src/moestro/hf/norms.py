@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moestro.hf.pending import Pending, settled
 from moestro.hf.stand_in import KEPT, Kept, own_forward, stand_in, with_parts
 from moestro.ops import native
 from moestro.ops.tensors import Layout, is_ordinary, layout_key, no_extent
@@ -68,6 +69,8 @@ def native_norm(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _normalised(module: nn.Module, forward: Any, x: Any, *others: Any) -> Tensor | None:
+    if type(x) is Pending:
+        x = settled(x)
     if others or type(x) is not Tensor or not x.is_cpu or not x.is_contiguous() or x.is_neg():
         return None
     if not x.numel() or not x.dim():

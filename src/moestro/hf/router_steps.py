@@ -17,7 +17,7 @@ from moestro.ops.projection.cpu import linear
 from moestro.ops.tensors import Layout, layout_key
 from moestro.tolerances import disagreement
 
-_TRIED = 32
+_TRIED = 128
 """Random rows on which a router is tried: half of them small, whose experts' weights are nearly equal."""
 
 _CLEAR = 8

@@ -3,7 +3,7 @@ go into the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from moestro.formats import PackedTensor
 from moestro.hf import norms
 from moestro.hf.attention import FUSED, STEPS, added_rows, attend, attend_steps, is_one_row
-from moestro.hf.cache import AppendingLayer
+from moestro.hf.cache import AppendingLayer, AppendingWindow
 from moestro.hf.dense import Projection, StoredProjection
+from moestro.hf.pending import Call, Later
 from moestro.hf.stand_in import KEPT, Kept, is_untouched, plain_values
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
@@ -57,7 +58,10 @@ class Steps(Kept):
         by_call: by (batch, dtype, angles, how PyTorch is set) the state it was found in, and a `Step` or the reason why
             there is none.
         last: what was found for the last call.
+        followed: of a layer, whether another one was given what it returned, as it was.
     """
+
+    followed = False
 
     def __init__(self) -> None:
         self.by_call: dict[tuple[Any, ...], tuple[State, Step | str]] = {}
@@ -79,34 +83,67 @@ class Step:
 
         With norms around it, the module is given x normalised, and the results are x + y and that normalised.
         """
-        (heads, groups, columns, wide), batch = self.sizes, len(x)
-        made, key, value = self._project(module, x, position, past)
-        if not _can_read(key, value, mask, (batch, groups, columns), x.dtype):
-            query = made[: batch * heads * columns].view(batch, heads, 1, columns)
-            return _one_by_one(self, module, x, (query, key, value, mask))
+        later = self.later(module, x, position, mask, past)
+        if later is None:
+            return self._with_any_cache(module, x, position, mask, past)
+        later.run()
+        out, *after = later.results
+        return out, after[0] if after else out
+
+    def later(self, module: Any, x: Tensor, position: Position, mask: Tensor | None, past: Any) -> Later | None:
+        """The calls that give what `run` gives, none of which reads numbers before it runs; the cache counts the new
+        token in. None, and nothing has changed, where the cache has no room for it, or a mask is none that the engine
+        reads."""
+        (_, groups, columns, _), batch = self.sizes, len(x)
+        layer = _appending(past, module.layer_idx)
+        room = None if layer is None else layer.room((batch, groups, columns), x.dtype)
+        if layer is None or room is None or not layer.keys.is_cpu:
+            return None
+        if not _can_read_mask(mask, batch, layer.keys.shape[2] + 1, x.dtype):
+            return None
+        key, value = layer.take()
+        places = [(row.data_ptr(), row.stride(0), row.stride(1)) for row in room]
+        made, project = self._projects(x, position, places)
+        attends = self._attends(x, made, (key, value), mask)
+        return Later((project, *attends.calls), attends.results, (x, made, position, room, attends.held))
+
+    def _projects(self, x: Tensor, position: Position, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Call]:
+        """Memory for queries, new keys and new values, and the call that writes them there and to places in a cache."""
+        (heads, groups, columns, _), batch = self.sizes, len(x)
+        made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype, device=x.device)
+        turned = (*_angles(position), self.turn.columns, self.turn.second)
+        given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr(), *places
+        return made, (self.engine.project, given)
+
+    def _attends(self, x: Tensor, made: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor | None) -> Later:
+        """The call that attends to keys and values by what `_projects` made."""
+        wide, batch, (key, value) = self.sizes[3], len(x), seen
         rows = None if mask is None else added_rows(mask, x)
-        seen = (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
+        added = (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
         out = torch.empty_strided((batch, 1, wide), (wide, wide, 1), dtype=x.dtype, device=x.device)
         after = torch.empty_like(out) if self.around else None
         to = (out.data_ptr(),) if after is None else (out.data_ptr(), x.data_ptr(), after.data_ptr())
         places = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
-        self.engine.attend(self.threads, batch, made.data_ptr(), *places, key.shape[2], seen, *to)
-        return out, out if after is None else after
+        given = self.threads, batch, made.data_ptr(), *places, key.shape[2], added, *to
+        results = (out,) if after is None else (out, after)
+        return Later(((self.engine.attend, given),), results, (x, made, seen, rows))
 
-    def _project(self, module: Any, x: Tensor, position: Position, past: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, before new keys and values in memory, and all keys and values of the cache with the new ones."""
+    def _with_any_cache(
+        self, module: Any, x: Tensor, position: Position, mask: Tensor | None, past: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What `run` gives, by the cache's own way to keep new keys and values."""
         (heads, groups, columns, _), batch = self.sizes, len(x)
-        layer = _appending(past, module.layer_idx)
-        room = None if layer is None else layer.room((batch, groups, columns), x.dtype)
-        made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype, device=x.device)
-        turned = (*_angles(position), self.turn.columns, self.turn.second)
-        given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr()
-        if layer is None or room is None:
-            self.engine.project(*given, _NOWHERE, _NOWHERE)
-            keys = made[batch * heads * columns :].view(2, batch, groups, 1, columns)
-            return made, *past.update(keys[0], keys[1], module.layer_idx)
-        self.engine.project(*given, *((row.data_ptr(), row.stride(0), row.stride(1)) for row in room))
-        return made, *layer.take()
+        made, (project, given) = self._projects(x, position, (_NOWHERE, _NOWHERE))
+        project(*given)
+        keys = made[batch * heads * columns :].view(2, batch, groups, 1, columns)
+        key, value = past.update(keys[0], keys[1], module.layer_idx)
+        if not _can_read(key, value, mask, (batch, groups, columns), x.dtype):
+            query = made[: batch * heads * columns].view(batch, heads, 1, columns)
+            return _one_by_one(self, module, x, (query, key, value, mask))
+        attends = self._attends(x, made, (key, value), mask)
+        attends.run()
+        out, *after = attends.results
+        return out, after[0] if after else out
 
 
 def _one_by_one(
@@ -121,11 +158,11 @@ def _one_by_one(
     return out, step.around[1](out) if step.around else out
 
 
-def _appending(past: Any, index: int) -> AppendingLayer | None:
+def _appending(past: Any, index: int) -> AppendingLayer | AppendingWindow | None:
     """The layer of a cache that has memory for more tokens, if it is such a one."""
     layers = getattr(past, "layers", ())
     layer = layers[index] if index < len(layers) else None
-    return layer if type(layer) is AppendingLayer else None
+    return layer if type(layer) in (AppendingLayer, AppendingWindow) else None
 
 
 def _angles(position: Position) -> tuple[int, int, int]:
@@ -143,9 +180,14 @@ def _can_read(key: Tensor, value: Tensor, mask: Tensor | None, sizes: tuple[int,
         return False
     if not is_ordinary(key) or not is_ordinary(value) or not key.is_cpu:
         return False
+    return _can_read_mask(mask, batch, key.shape[2], dtype)
+
+
+def _can_read_mask(mask: Tensor | None, batch: int, num_keys: int, dtype: torch.dtype) -> bool:
+    """Whether the engine reads what is to be added for so many keys."""
     if mask is None:
         return True
-    return is_one_row(mask, batch, key.shape[2], dtype) and mask.stride(3) == 1 and is_ordinary(mask)
+    return is_one_row(mask, batch, num_keys, dtype) and mask.stride(3) == 1 and is_ordinary(mask)
 
 
 def step_for(
