@@ -102,17 +102,17 @@ class Step:
         if not _can_read_mask(mask, batch, layer.keys.shape[2] + 1, x.dtype):
             return None
         key, value = layer.take()
-        places = [(row.data_ptr(), row.stride(0), row.stride(1)) for row in room]
-        made, project = self._projects(x, position, places)
+        rooms = [(row.data_ptr(), row.stride(0), row.stride(1)) for row in room]
+        made, project = self._projects(x, position, rooms)
         attends = self._attends(x, made, (key, value), mask)
         return Later((project, *attends.calls), attends.results, (x, made, position, room, attends.held))
 
-    def _projects(self, x: Tensor, position: Position, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Call]:
-        """Memory for queries, new keys and new values, and the call that writes them there and to places in a cache."""
+    def _projects(self, x: Tensor, position: Position, rooms: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Call]:
+        """Memory for queries, new keys and new values, and the call that writes them there and to rooms in a cache."""
         (heads, groups, columns, _), batch = self.sizes, len(x)
         made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype, device=x.device)
         turned = (*_angles(position), self.turn.columns, self.turn.second)
-        given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr(), *places
+        given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr(), *rooms
         return made, (self.engine.project, given)
 
     def _attends(self, x: Tensor, made: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor | None) -> Later:
@@ -123,8 +123,8 @@ class Step:
         out = torch.empty_strided((batch, 1, wide), (wide, wide, 1), dtype=x.dtype, device=x.device)
         after = torch.empty_like(out) if self.around else None
         to = (out.data_ptr(),) if after is None else (out.data_ptr(), x.data_ptr(), after.data_ptr())
-        places = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
-        given = self.threads, batch, made.data_ptr(), *places, key.shape[2], added, *to
+        rooms = (key.data_ptr(), *key.stride()[:3]), (value.data_ptr(), *value.stride()[:3])
+        given = self.threads, batch, made.data_ptr(), *rooms, key.shape[2], added, *to
         results = (out,) if after is None else (out, after)
         return Later(((self.engine.attend, given),), results, (x, made, seen, rows))
 
