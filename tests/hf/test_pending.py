@@ -236,6 +236,35 @@ def test_what_cannot_be_computed_is_computed_otherwise():
     assert seen == ["call", "own", "next"]
 
 
+def test_what_fails_is_computed_by_the_next_who_looks():
+    """And nobody is given memory that was not written."""
+    plain, answers = torch.full((3,), torch.nan), [ValueError("no"), KeyboardInterrupt(), None]
+
+    def compute():
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        plain.zero_()
+
+    chain = Chain()
+    chain.add(Later(((lambda: None, ()), (compute, ())), (plain,), ()), lambda: None)
+    x = Pending.of(plain, chain)
+    for wrong in (ValueError, KeyboardInterrupt):
+        with pytest.raises(wrong):
+            x.sum()
+    assert float(x.sum()) == 0.0
+
+
+def test_what_a_layer_returns_is_saved_as_any_tensor(tmp_path):
+    model, seen = model_of("qwen3_moe"), []
+    steps(model)
+    hook = model.model.layers[0].register_forward_hook(lambda module, given, found: seen.append(found))
+    steps(model)
+    hook.remove()
+    torch.save(seen[-1], tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt"), seen[-1])
+
+
 def test_nothing_is_held_once_it_was_computed():
     x, _ = pending(VALUES)
     held = nn.Linear(2, 2)

@@ -7,6 +7,8 @@ operation of PyTorch needs has left the processor's caches, and it takes 15 us.
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,7 +35,16 @@ _TAKEN = frozenset({"self", "hidden_states", *_NAMED, "kwargs", "cache_position"
 _AROUND = ("input_layernorm", "post_attention_layernorm")
 _LAYER = {"self_attn", "mlp", *_AROUND}
 _NO_STEP = Steps().last
-_RETURNED_BY = "_moestro_returned_by"
+
+
+class _Last(threading.local):
+    """What the last layer of a thread returned, and what is kept of that layer."""
+
+    returned: weakref.ref[Tensor] | None = None
+    steps: Steps | None = None
+
+
+_LAST = _Last()
 _CONTEXT = 3
 """Tokens before the one by which a module is tried."""
 
@@ -113,6 +124,8 @@ def _attended(module: Any, forward: Any, *arguments: Any, **named: Any) -> tuple
 def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: Any) -> Any:
     x, module = named.pop("hidden_states", x), layer._modules["self_attn"]
     plain = x.plain if type(x) is Pending else x
+    if x is None:
+        return None
     given = None if arguments or not is_untouched(module) else _given(module, plain, named)
     if given is not None:
         around = tuple(layer._modules[name] for name in _AROUND)
@@ -125,9 +138,8 @@ def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: A
 def _after(layer: Any, step: Step, x: Tensor, given: tuple[Tensor, Position], named: dict[str, Any]) -> Tensor:
     """What a layer's step gives: at once, or where a layer is known to follow, as soon as somebody looks."""
     seen, module, steps = (named["attention_mask"], named["past_key_values"]), layer.self_attn, layer.__dict__[KEPT]
-    before = getattr(x, _RETURNED_BY, None)
-    if before is not None:
-        before.followed = True
+    if _LAST.steps is not None and _LAST.returned is not None and _LAST.returned() is x:
+        _LAST.steps.followed = True
     experts = expert_step_for(layer._modules["mlp"], given[0])
     attended = None if experts is None else step.later(module, *given, *seen)
     chain = x.chain if type(x) is Pending else Chain()
@@ -147,7 +159,7 @@ def _after(layer: Any, step: Step, x: Tensor, given: tuple[Tensor, Position], na
             total = Pending.of(total, chain)
         else:
             chain.run()
-    setattr(total, _RETURNED_BY, steps)
+    _LAST.returned, _LAST.steps = weakref.ref(total), steps
     return total
 
 

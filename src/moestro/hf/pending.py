@@ -51,11 +51,12 @@ class Chain:
         self._layers.append((layer, otherwise))
 
     def run(self) -> None:
-        """Compute all that was added since the last time."""
-        layers, self._layers = self._layers, []
-        for layer, otherwise in layers:
+        """Compute all that was added since the last time. What fails is computed again by whoever looks next."""
+        while self._layers:
+            layer, otherwise = self._layers[0]
             if not layer.run():
                 otherwise()
+            del self._layers[0]
 
 
 class Pending(Tensor):
