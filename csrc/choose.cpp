@@ -38,10 +38,10 @@ const Rule kRules[kNumKernels] = {
      [] {
          return std::string(
              "tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
-             "(avx512-vnni, avx512-bf16, amx, avx2-vnni, neon-dotprod)");
+             "(avx512-vnni, avx512-bf16, amx, avx2-vnni, neon-dotprod, neon-i8mm)");
      }},
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
-     [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16)"); }},
+     [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16, neon-i8mm)"); }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
          return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&

@@ -50,16 +50,18 @@ static bool quantize_residual_row(Element weights, int64_t columns, int64_t grou
     return quantize_row(weights, columns, group_columns, left, to + step);
 }
 
-static void residual_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+template <auto Int8Rows>
+static void residual_rows_of(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t step = residual_step(rows.element, rows.columns);
     const float* both[2 * moestro::kTokenBlock];
     float sums[2 * moestro::kTokenBlock * kRows];
     for (int64_t t = 0; t < m; ++t) both[2 * t] = x[t], both[2 * t + 1] = x[t] + step;
-    int8_rows(rows, both, 2 * m, sums, scratch);
+    Int8Rows(rows, both, 2 * m, sums, scratch);
     for (int64_t t = 0; t < m; ++t)
         for (int r = 0; r < kRows; ++r) out[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
 }
 
-static constexpr moestro::RowOps kInt8Residual = {residual_floats, quantize_residual_row, residual_rows, int8_scratch};
+static constexpr moestro::RowOps kInt8Residual = {residual_floats, quantize_residual_row, residual_rows_of<int8_rows>,
+                                                  int8_scratch};
 
 }  // namespace MOESTRO_ISA

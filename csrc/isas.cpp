@@ -12,16 +12,16 @@ extern const Isa kAvx512Vnni, kAvx512, kAvx2;
 extern const Isa kAvx2Vnni;
 #endif
 #if defined(__aarch64__)
-extern const Isa kNeonDotprod, kNeon;
+extern const Isa kNeonI8mm, kNeonDotprod, kNeon;
 #endif
 extern const Isa kPortable;
 
 const Isa* const kIsas[] = {
 #if defined(MOESTRO_AMX)
-    &kAmx,         &kAmxInt8, &kAvx512Bf16,
+    &kAmx,        &kAmxInt8,     &kAvx512Bf16,
 #endif
 #if defined(__x86_64__)
-    &kAvx512Vnni,  &kAvx512,
+    &kAvx512Vnni, &kAvx512,
 #endif
 #if defined(MOESTRO_AVX_VNNI)
     &kAvx2Vnni,
@@ -30,7 +30,7 @@ const Isa* const kIsas[] = {
     &kAvx2,
 #endif
 #if defined(__aarch64__)
-    &kNeonDotprod, &kNeon,
+    &kNeonI8mm,   &kNeonDotprod, &kNeon,
 #endif
     &kPortable};
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);

@@ -45,20 +45,29 @@ constexpr bool tiles_allowed() { return false; }
 
 #if defined(__aarch64__)
 constexpr bool has_asimd() { return true; }  // a part of the architecture
-bool has_asimddp() {
+// By a bit of one of Linux's two words, or by Apple's name.
+bool has_arm(unsigned long word, int bit, const char* name) {
 #if defined(__linux__)
-    return getauxval(AT_HWCAP) >> 20 & 1;
+    (void)name;
+    return getauxval(word) >> bit & 1;
 #elif defined(__APPLE__)
+    (void)word, (void)bit;
     int found = 0;
     size_t size = sizeof found;
-    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found;
+    return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found;
 #else
-    return false;
+    return (void)word, (void)bit, (void)name, false;
 #endif
 }
+constexpr unsigned long kHwcap = 16, kHwcap2 = 26;  // AT_HWCAP, AT_HWCAP2
+bool has_asimddp() { return has_arm(kHwcap, 20, "hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has_arm(kHwcap2, 13, "hw.optional.arm.FEAT_I8MM"); }
+bool has_bf16() { return has_arm(kHwcap2, 14, "hw.optional.arm.FEAT_BF16"); }
 #else
 constexpr bool has_asimd() { return false; }
 constexpr bool has_asimddp() { return false; }
+constexpr bool has_i8mm() { return false; }
+constexpr bool has_bf16() { return false; }
 #endif
 
 struct FeatureTest {

@@ -27,6 +27,8 @@ namespace moestro {
     FEATURE(amx_int8, "AMX-INT8", has_extended(25))               \
     FEATURE(asimd, "NEON", has_asimd())                           \
     FEATURE(asimddp, "NEON dot products", has_asimddp())          \
+    FEATURE(i8mm, "NEON I8MM", has_i8mm())                        \
+    FEATURE(bf16, "NEON BF16", has_bf16())                        \
     FEATURE(tiles_allowed, "a system that lets tiles be used", tiles_allowed())
 
 #define MOESTRO_FEATURE(name, text, test) name,

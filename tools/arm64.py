@@ -26,7 +26,12 @@ PARTS = (
     *("attention", "attention_step", "choose", "counting_sort", "grouping", "linear", "norm", "plan", "processor"),
     *("rotary", "routing_step", "rows", "schedule", "topk", "walk", "walk_dots", "walk_tiles"),
 )
-SETS = {"portable": (), "neon": (), "neon_dotprod": ("-march=armv8.2-a+dotprod",)}
+SETS = {
+    "portable": (),
+    "neon": (),
+    "neon_dotprod": ("-march=armv8.2-a+dotprod",),
+    "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+}
 """The sets of ARM64, each with its own flags."""
 
 HERE = """#include "engine.h"
@@ -71,7 +76,7 @@ def main(rounds: str = "25") -> int:
     """Compile and run; 0 where all agrees."""
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     if missing:
-        print(f"neon-dotprod, neon: not run, this machine has no {' and no '.join(missing)}")
+        print(f"neon-i8mm, neon-dotprod, neon: not run, this machine has no {' and no '.join(missing)}")
         return 0
     start = time.monotonic()
     common = {ROOT / "csrc" / f"{part}.cpp": () for part in PARTS} | {ROOT / "tests/native/driver.cpp": ()}

@@ -21,8 +21,8 @@ class Isa:
     """An instruction set that the engine was compiled for.
 
     Attributes:
-        name: "amx", "amx-int8", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "neon-dotprod", "neon"
-            or "portable".
+        name: "amx", "amx-int8", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "neon-i8mm",
+            "neon-dotprod", "neon" or "portable".
         index: its place in the engine's list, best first.
         needs: the features of a processor that it takes.
         missing: those of them that this one lacks.
