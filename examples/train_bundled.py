@@ -8,20 +8,22 @@ What it does, the finished parts skipped when it runs again:
 3. training   a Qwen3-MoE with 6 layers and 16 experts (4 active) for a given number of minutes: the learning rate
               follows the clock, so a slow or busy machine finishes on time having seen fewer tokens;
 4. export     bfloat16 safetensors, configuration and tokenizer, as `from_pretrained` wants them;
-5. evaluation bits per byte on every held-out byte against `xz -9e`, expert load, a few greedy completions.
+5. evaluation bits per byte on every held-out byte against `xz -9e`, expert load, how many of 50 function heads are
+              completed into Python, a few greedy completions.
 
 How to run it (needs torch, transformers, tokenizers and, for torch.compile, a C++ compiler):
 
-    python examples/train_bundled.py --work build/bundled --export src/moestro/bundled --minutes 64
+    python examples/train_bundled.py --work build/bundled --export src/moestro/bundled --minutes 60
     python examples/train_bundled.py --evaluate src/moestro/bundled
 
 Killed half-way, the same command continues from the last checkpoint (written every three minutes). The bundled model
-saw 16.4 million tokens in 64 minutes on two Xeon cores with AMX, busy with other work too; alone: 9,000 a second.
+saw 26 million tokens in 60 minutes on two cores of an AMD EPYC (Zen 4), 6,000 to 9,000 a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import itertools
 import json
@@ -31,23 +33,26 @@ import os
 import random
 import sys
 import sysconfig
+import textwrap
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Read at process start only. The first three keep the memory of large tensors in the process from step to step; the
-# last lets a waiting thread sleep, so that sharing the cores with other work costs no more than its share.
+import function_heads
+from train_layers import HeadLoss, MuonAdamW, causal_blocks, sorted_experts
+
+# Read at process start only: the memory of large tensors stays in the process from step to step.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(10**11), "MALLOC_TOP_PAD_": str(2**28)}
-ENVIRONMENT = {**MALLOC, "OMP_WAIT_POLICY": "PASSIVE"}
 
 Model = transformers.Qwen3MoeForCausalLM
 Tokens = transformers.PreTrainedTokenizerFast
@@ -56,11 +61,14 @@ SEED = 20
 VOCAB = 4096
 END = "<|endoftext|>"
 SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.15}  # what `generate` does
 HELD_OUT_PER_MILLE = 25
 UNIT = 1024  # tokens in one shuffled piece of the corpus; also the context of the last part of training
-UNITS_PER_STEP = 4
-SHORT_CONTEXT, SHORT_UNTIL = 512, 0.8  # half the context for most of the time: faster
-PEAK_LR, WARM_UP, WEIGHT_DECAY, CLIP = 2.5e-3, 0.02, 0.1, 1.0
+UNITS_PER_STEP = 8
+FUNCTIONS_FROM = 0.9  # from which part of the time on the functions of all files are documents of their own, too
+CONTEXTS = ((0.0, 256), (0.65, 512), (0.92, UNIT))  # from which part of the time on: short contexts are faster
+PEAK_LR, PEAK_MUON_LR, WARM_UP = 3e-3, 8e-3, 0.015
+CUT_AT_HEAD = 0.1  # the part of top-level functions and classes that begin a document of their own
 BALANCE = 0.04  # weight of the load-balancing loss, which is 1 when every expert gets the same share
 CHECKPOINT_EVERY_S, EVALUATE_EVERY_S, LOG_EVERY_STEPS = 180.0, 240.0, 20
 
@@ -124,6 +132,21 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
     Tokens(tokenizer_object=tokenizer, **special, **options).save_pretrained(folder)
 
 
+def functions_of(texts: list[str]) -> Iterator[str]:
+    """Every function and method of the texts that Python can read, moved to the left edge."""
+    for text in texts:
+        lines = text.splitlines(keepends=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+
+
 def cut_randomly(text: str, rng: random.Random, mean: int = 300) -> Iterator[str]:
     """Pieces of a text. Encoded one by one they show the model the odd token borders where a prompt may end."""
     start = 0
@@ -144,39 +167,43 @@ def encode_documents(tokenizer: Tokens, texts: list[str]) -> list[np.ndarray]:
     return documents
 
 
+def find_heads(tokenizer: Tokens, documents: list[np.ndarray]) -> list[np.ndarray]:
+    """Where top-level functions and classes begin: a first word at the start of a line."""
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    breaks = np.array([text.endswith("\n") for text in texts])
+    words = np.array([text in ("def", "class", "async") for text in texts])
+    return [1 + np.flatnonzero(breaks[document[:-1]] & words[document[1:]]) for document in documents]
+
+
 class Batches:
     """Step number -> batch, always the same one: the position in the data is the step, so resuming needs no state."""
 
-    def __init__(self, documents: list[np.ndarray]) -> None:
-        self.documents = documents
+    def __init__(self, documents: list[np.ndarray], heads: list[np.ndarray], functions: list[np.ndarray]) -> None:
+        self.documents, self.heads, self.functions = documents, heads, functions
         self.per_epoch = (sum(map(len, documents)) - 1) // UNIT // UNITS_PER_STEP
-        self.epoch = -1
+        self.shuffled = (-1, False)
 
-    def __call__(self, step: int, context: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, done: float) -> tuple[Tensor, Tensor]:
         epoch, index = divmod(step, self.per_epoch)
-        if epoch != self.epoch:
-            self._shuffle(epoch)
+        if self.shuffled != (epoch, done >= FUNCTIONS_FROM):
+            self._shuffle(epoch, done >= FUNCTIONS_FROM)
+        length = context(done)
         rows = self.order[index * UNITS_PER_STEP : (index + 1) * UNITS_PER_STEP]
         units = torch.from_numpy(np.stack([self.stream[r * UNIT : r * UNIT + UNIT + 1] for r in rows]).astype(np.int64))
-        return units[:, :-1].reshape(-1, context), units[:, 1:].reshape(-1, context)
+        return units[:, :-1].reshape(-1, length), units[:, 1:].reshape(-1, length)
 
-    def _shuffle(self, epoch: int) -> None:
-        """Documents joined in a new order, then the pieces of that stream in a random order."""
+    def _shuffle(self, epoch: int, with_functions: bool) -> None:
+        """Documents cut at some heads and joined in a new order, then the pieces of that stream in a random order.
+        A prompt is often the head of a function: without the cuts none would ever begin a document."""
         rng = np.random.default_rng([SEED, epoch])
-        self.epoch = epoch
-        self.stream = np.concatenate([self.documents[i] for i in rng.permutation(len(self.documents))])
+        self.shuffled = (epoch, with_functions)
+        end = self.documents[0][:1]
+        parts = list(self.functions) if with_functions else []
+        for document, heads in zip(self.documents, self.heads, strict=True):
+            first, *others = np.split(document, heads[rng.random(len(heads)) < CUT_AT_HEAD])
+            parts += [first, *(np.concatenate([end, part]) for part in others)]
+        self.stream = np.concatenate([parts[i] for i in rng.permutation(len(parts))])
         self.order = rng.permutation((len(self.stream) - 1) // UNIT)
-
-
-def experts_as_one_layer(self: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """All experts on all tokens, the unchosen ones times zero. With experts this small, two large matrix products
-    beat sorting the tokens by expert, and `torch.compile` fuses the rest."""
-    tokens, hidden = x.shape
-    gates = torch.zeros(tokens, self.num_experts, dtype=x.dtype).scatter(1, chosen, weights.to(x.dtype))
-    gate_up = self.gate_up_proj.view(self.num_experts, 2, -1, hidden)
-    activated = F.silu(F.linear(x, gate_up[:, 0].reshape(-1, hidden))) * F.linear(x, gate_up[:, 1].reshape(-1, hidden))
-    weighted = activated.view(tokens, self.num_experts, -1) * gates[:, :, None]
-    return F.linear(weighted.view(tokens, -1), self.down_proj.transpose(0, 1).reshape(hidden, -1))
 
 
 def new_model() -> Model:
@@ -191,31 +218,6 @@ def new_model() -> Model:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model
-
-
-class HeadLoss(torch.autograd.Function):
-    """The output layer and the cross-entropy with their gradients, a thousand positions at a time: the logits stay
-    in the processor's cache, which makes a whole training step about a sixth faster."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
-        for part in torch.arange(len(hidden)).split(1024):
-            rows, target = slice(part[0], part[-1] + 1), targets[part, None]
-            gradient = torch.softmax((hidden[rows] @ head.T).float(), -1)
-            loss -= gradient.gather(1, target).log().sum()
-            gradient.scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
-            gradient = gradient.to(hidden.dtype)
-            torch.mm(gradient, head, out=grad_hidden[rows])
-            grad_head += gradient.T @ hidden[rows]
-        ctx.save_for_backward(grad_hidden / len(hidden), (grad_head / len(hidden)).to(head.dtype))
-        return loss / len(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * upstream[0], grad_head * upstream[0], None
 
 
 def hidden_and_balance(model: Model, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,46 +237,15 @@ def hidden_and_balance(model: Model, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return out.last_hidden_state.flatten(0, 1), torch.stack(balance).mean(), torch.stack(shares)
 
 
-class MasterAdamW:
-    """AdamW on float32 copies of bfloat16 weights: small updates add up instead of being rounded away."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.weights = list(model.parameters())
-        self.masters = [weight.detach().float() for weight in self.weights]
-        matrices = {"params": [m for m in self.masters if m.ndim > 1], "weight_decay": WEIGHT_DECAY}
-        norms = {"params": [m for m in self.masters if m.ndim == 1], "weight_decay": 0.0}
-        self.adam = torch.optim.AdamW([matrices, norms], lr=0.0, betas=(0.9, 0.95), fused=True)
-
-    def step(self, lr: float) -> float:
-        """One update; returns the gradient's norm before clipping."""
-        for master, weight in zip(self.masters, self.weights, strict=True):
-            master.grad = weight.grad.float()
-            weight.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
-        self.publish()
-        return float(norm)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        for master, weight in zip(self.masters, self.weights, strict=True):
-            weight.copy_(master)
-
-    @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
-        for master, saved in zip(self.masters, state["masters"], strict=True):
-            master.copy_(saved)
-        self.adam.load_state_dict(state["adam"])
-        self.publish()
-
-
 def learning_rate(done: float) -> float:
-    """Linear warm-up, then a cosine to zero; `done` is the part of the time that has passed."""
+    """Of the peak: up to one, then straight to zero; `done` is the part of the time that has passed."""
     if done < WARM_UP:
-        return PEAK_LR * max(done, 1e-4) / WARM_UP
-    return PEAK_LR * 0.5 * (1 + math.cos(math.pi * min(1.0, (done - WARM_UP) / (1 - WARM_UP))))
+        return max(done, 1e-4) / WARM_UP
+    return max(0.0, (1 - done) / (1 - WARM_UP))
+
+
+def context(done: float) -> int:
+    return max(length for begins, length in CONTEXTS if done >= begins)
 
 
 class Run:
@@ -283,8 +254,9 @@ class Run:
     def __init__(self, folder: Path, seconds: float) -> None:
         self.file, self.log_file, self.seconds = folder / "checkpoint.pt", folder / "log.jsonl", seconds
         self.model = new_model()
-        self.model.set_experts_implementation("one_layer")
-        self.optimizer = MasterAdamW(self.model)
+        self.model.set_experts_implementation("sorted")
+        self.model.set_attn_implementation("causal_blocks")
+        self.optimizer = MuonAdamW(self.model)
         self.step, self.tokens, self.before = 0, 0, 0.0
         if self.file.exists():
             saved = torch.load(self.file)
@@ -301,7 +273,7 @@ class Run:
     def save(self) -> None:
         """In one go. No random state: the weights were drawn once, and the batch is a function of the step."""
         state = {"step": self.step, "tokens": self.tokens, "elapsed": self.elapsed}
-        state |= {"masters": self.optimizer.masters, "adam": self.optimizer.adam.state_dict()}
+        state |= self.optimizer.state()
         fresh = self.file.with_suffix(".fresh")
         torch.save(state, fresh)
         fresh.replace(self.file)
@@ -321,19 +293,19 @@ def train(run: Run, batches: Batches, sample: list[np.ndarray], sample_bytes: in
     recent: list[tuple[float, float]] = []
     run.model.train()
     while (done := run.elapsed / run.seconds) < 1.0:
-        x, y = batches(run.step, SHORT_CONTEXT if done < SHORT_UNTIL else UNIT)
+        x, y = batches(run.step, done)
         hidden, balance, shares = compiled(run.model, x)
         loss = HeadLoss.apply(hidden, run.model.lm_head.weight, y.flatten())
         (loss + BALANCE * balance).backward()
         lr = learning_rate(done)
-        norm = run.optimizer.step(lr)
+        norm = run.optimizer.step(PEAK_LR * lr, PEAK_MUON_LR * lr)
         run.step, run.tokens = run.step + 1, run.tokens + x.numel()
         recent.append((loss.item(), balance.item()))
         if run.step % LOG_EVERY_STEPS == 0:
             rate = len(recent) * x.numel() / (run.elapsed - logged)
             means = np.mean(recent, axis=0)
             load = {"share_min": shares.min().item(), "share_max": shares.max().item()}
-            run.log(loss=means[0], balance=means[1], norm=norm, lr=lr, tokens_per_s=rate, **load)
+            run.log(loss=means[0], balance=means[1], norm=norm, lr=PEAK_LR * lr, tokens_per_s=rate, **load)
             recent, logged = [], run.elapsed
         if run.elapsed - evaluated > EVALUATE_EVERY_S:
             bits, _ = bits_and_load(run.model, sample)
@@ -385,7 +357,7 @@ def complete(model: Model, tokenizer: Tokens, prompt: str) -> str:
 def evaluate(folder: Path, results: Path) -> None:
     """Prints and stores what the exported model is worth."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = Model.from_pretrained(folder, dtype=torch.float32, experts_implementation="one_layer").eval()
+    model = Model.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     texts = read_corpus()[1]
     raw = [text.encode() for text in texts]
     total = sum(map(len, raw))
@@ -406,6 +378,7 @@ def evaluate(folder: Path, results: Path) -> None:
         "xz_9e_together_bits_per_byte": xz([b"".join(raw)]),
         "expert_share_min_per_layer": [round(v, 4) for v in load.amin(1).tolist()],
         "expert_share_max_per_layer": [round(v, 4) for v in load.amax(1).tolist()],
+        "function_heads": function_heads.measure(folder),
         "folder_bytes": sum(file.stat().st_size for file in folder.iterdir()),
         "completions": {prompt: complete(model, tokenizer, prompt) for prompt in PROMPTS},
     }
@@ -424,26 +397,29 @@ def make(work: Path, folder: Path, minutes: float) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tokenizer")
     documents = encode_documents(tokenizer, train_texts)
     print(f"tokens to train on: {sum(map(len, documents))}", flush=True)
-    sample = [np.array(tokenizer(t, verbose=False)["input_ids"][:SHORT_CONTEXT]) for t in held_out_texts]
+    sample = [np.array(tokenizer(t, verbose=False)["input_ids"][:512]) for t in held_out_texts]
     sample_bytes = sum(len(tokenizer.decode(ids[1:]).encode()) for ids in sample)
     run = Run(work, 60 * minutes)
-    train(run, Batches(documents), sample, sample_bytes)
+    functions = encode_documents(tokenizer, list(functions_of(train_texts)))
+    train(run, Batches(documents, find_heads(tokenizer, documents), functions), sample, sample_bytes)
     run.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    transformers.GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, **SPECIAL_IDS).save_pretrained(folder)
+    transformers.GenerationConfig(**SAMPLING, **SPECIAL_IDS).save_pretrained(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train or evaluate the bundled model.")
     parser.add_argument("--work", type=Path, default=Path("build/bundled"), help="tokenizer, checkpoint and log")
     parser.add_argument("--export", type=Path, default=Path("src/moestro/bundled"), help="the finished model")
-    parser.add_argument("--minutes", type=float, default=64, help="training time, over all restarts")
+    parser.add_argument("--minutes", type=float, default=60, help="training time, over all restarts")
     parser.add_argument("--evaluate", type=Path, metavar="FOLDER", help="only evaluate the model in FOLDER")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the evaluation's numbers go")
     options = parser.parse_args()
-    if not ENVIRONMENT.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
-    ALL_EXPERTS_FUNCTIONS.register("one_layer", experts_as_one_layer)
+    if not MALLOC.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
+    ALL_EXPERTS_FUNCTIONS.register("sorted", sorted_experts)
+    ALL_ATTENTION_FUNCTIONS.register("causal_blocks", causal_blocks)
+    torch.set_flush_denormal(True)
     if not options.evaluate:
         make(options.work, options.export, options.minutes)
     evaluate(options.evaluate or options.export, options.results)
