@@ -50,7 +50,8 @@ def test_it_is_killed_and_starts_again_and_ends() -> None:
         assert "expert layers by " in lines
         curl = lines.splitlines()[1]
         answer = json.loads(subprocess.run(["bash", "-c", f"{curl} -sS"], capture_output=True, check=True).stdout)
-        assert (answer["model"], answer["usage"]["completion_tokens"]) == ("small", 32)
+        assert answer["model"] == "small"
+        assert 1 <= answer["usage"]["completion_tokens"] <= 32
         first.kill()
         first.wait()
     with process("--port", str(endpoint.port), "--grace", "0.1", MOESTRO_API_KEY="k") as (second, endpoint, lines):
