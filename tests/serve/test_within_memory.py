@@ -46,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def within(folder: Path, memory: int | str) -> TextModel:
     with quiet_transformers():
-        return load_text_model(folder, format=MoestroConfig(memory=memory))
+        found = load_text_model(folder, format=MoestroConfig(memory=memory))
+    found.model.generation_config.update(eos_token_id=4095, repetition_penalty=1.0)  # as of the fixture text_model
+    return found
 
 
 @pytest.fixture(scope="module")
