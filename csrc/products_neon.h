@@ -36,7 +36,7 @@ struct OfBytes {
     }
 };
 
-// out[t][r] for 2 * Pairs tokens, as they are summed: a vector holds two rows' sums of one token, then of the other's.
+// out[pair of rows][pair of tokens]: a vector holds one row's sums for both tokens, then the other row's.
 template <class Of, int Pairs>
 static void pair_products(const FourRows& rows, const uint8_t* const* tokens, typename Of::Sum (&out)[2][Pairs]) {
     typename Of::Sum low[2][Pairs], high[2][Pairs];
