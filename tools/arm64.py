@@ -91,6 +91,10 @@ def main(rounds: str = "25") -> int:
         found = run([EMULATOR, "-cpu", "max", str(there), rounds])
     if wanted[0] or found[0]:
         return 1
+    lacking = [name for name in SETS if f"{name.replace('_', '-')}: " not in found[1]]
+    if lacking:
+        print(f"the emulator ran no {', no '.join(lacking)}")
+        return 1
     if digest(wanted[1]) != digest(found[1]):
         print("the portable set has other bits on ARM64 than here")
         return 1

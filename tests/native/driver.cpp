@@ -123,7 +123,9 @@ bool like_portable(const Isa& isa, Call call) {
 // One layer, computed with one thread and then in other ways; whether all gave the same bits.
 bool same_bits(const Isa& isa) {
     const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || generator() % 2);
+    const bool bfloat16 = !tiled && !int8 && isa.bfloat16 && generator() % 2;  // all of it, or by chance almost never
     const auto element = [&] {
+        if (bfloat16) return Element::bf16;
         for (;;) {
             const ElementFacts& found = kElements[generator() % kNumElements];
             if (tiled ? found.has_tiles : !int8 || found.is_integer) return found.element;
@@ -151,7 +153,7 @@ bool same_bits(const Isa& isa) {
     Experts down(last, call.num_experts, call.hidden_size, call.intermediate_size, 1, int8);
     call.gate_up = gate_up.projection, call.down = down.projection;
 
-    const auto dtype = tiled ? Element::bf16 : static_cast<Element>(generator() % 3);
+    const auto dtype = tiled || bfloat16 ? Element::bf16 : static_cast<Element>(generator() % 3);
     const int64_t size = dtype == Element::f32 ? 4 : 2, slots = call.num_tokens * call.top_k;
     Bytes x(call.num_tokens * call.hidden_size * size), bias(call.num_experts * call.hidden_size * 4);
     call.x = {x.data.get(), dtype, call.hidden_size};
@@ -182,7 +184,8 @@ bool same_bits(const Isa& isa) {
     return true;
 }
 
-// One projection with one thread, and then its last tokens with several; whether they have the same bits.
+// One projection with one thread, and then its last tokens with several: with the same bits, and nearly those of the
+// portable set.
 bool same_linear(const Isa& isa) {
     if (!isa.tiles && !isa.four_rows) return true;
     const auto dtype = isa.tiles ? Element::bf16 : static_cast<Element>(generator() % 3);
@@ -210,7 +213,10 @@ bool same_linear(const Isa& isa) {
                 0)
                 return false;
         }
-    return true;
+    Bytes out(tokens * rows * size);
+    call.num_tokens = tokens, call.x.data = x.data.get(), call.out = out.data.get();
+    linear(*kIsas[kNumIsas - 1], call);
+    return are_close(out.data.get(), expected.data.get(), dtype, tokens * rows, dtype == Element::f32 ? 1e-5 : 0.02);
 }
 
 // One packed projection: nearly that of the portable set, with the same bits on any number of threads.
