@@ -24,8 +24,8 @@ def text_model() -> TextModel:
     with quiet_transformers():
         found = load_text_model()
     found.tokenizer.chat_template = TEMPLATE
-    # Texts that are as long as asked for, of tokens that are drawn as they are likely.
-    found.model.generation_config.update(eos_token_id=4095, repetition_penalty=1.0)
+    # No token has this id: texts are as long as asked for, of tokens that are drawn as they are likely.
+    found.model.generation_config.update(eos_token_id=4096, repetition_penalty=1.0)
     return found
 
 

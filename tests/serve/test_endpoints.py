@@ -139,8 +139,7 @@ def test_two_choices_of_length(endpoint: Endpoint) -> None:
     """What a request asks for counts, then what the server says, and the context in any case."""
     context = endpoint.service.text_model.context
     assert endpoint.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3})[1]["usage"]["completion_tokens"] == 3
-    config = endpoint.service.text_model.model.generation_config
-    body = {"prompt": "a b " * 500, "max_tokens": 10**6, "temperature": 0, "logit_bias": {config.eos_token_id: -100}}
+    body = {"prompt": "a b " * 500, "max_tokens": 10**6, "temperature": 0}
     usage = endpoint.post(COMPLETIONS, body)[1]["usage"]
     assert usage["total_tokens"] == context
 
