@@ -120,6 +120,12 @@ bool like_portable(const Isa& isa, Call call) {
     return are_close(out.data.get(), found, call.out_dtype, count, bound);
 }
 
+// On, off and around the vectors' widths.
+int64_t width(Element e, int64_t lanes) {
+    if (is_nibble(e)) return among({64, 192, 8 * lanes, 8 * lanes + 64, 32 * lanes, 32 * lanes + 64, 1088, 2112});
+    return among({1, 3, 7, lanes - 1, lanes, lanes + 1, 8 * lanes + 2, 150, 31, 32, 33, 1025, 2051});
+}
+
 // One layer, computed with one thread and then in other ways; whether all gave the same bits.
 bool same_bits(const Isa& isa) {
     const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || generator() % 2);
@@ -132,14 +138,9 @@ bool same_bits(const Isa& isa) {
         }
     };
     const Element first = element(), last = element();
-    const int64_t W = isa.lanes;
-    const auto width = [&](Element e) {
-        return is_nibble(e) ? among({64, 192, 8 * W, 8 * W + 64, 32 * W, 32 * W + 64, 1088, 2112})
-                            : among({1, 3, 7, W - 1, W, W + 1, 8 * W + 2, 150, 31, 32, 33, 1025, 2051});
-    };
     Call call;
     call.int8_input = int8;
-    call.hidden_size = width(first), call.intermediate_size = width(last);
+    call.hidden_size = width(first, isa.lanes), call.intermediate_size = width(last, isa.lanes);
     call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}),
     call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
     call.activation.kind = static_cast<Kind>(generator() % kNumKinds);
