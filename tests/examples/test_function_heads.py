@@ -36,10 +36,13 @@ def test_the_card_has_what_was_measured() -> None:
     numbers = PUBLISHED["function_heads"]
     assert PUBLISHED["bits_per_byte"] <= 0.80
     assert numbers["heads"] == len(set(function_heads.HEADS)) == 50
-    assert numbers["parse"] >= 0.6
-    assert numbers["a_line_three_times"] == 0
+    parse, repeat = numbers["parse"], numbers["a_line_three_times"]
+    assert min(parse) >= 0.6 * 50
     page = " ".join((bundled_folder() / "README.md").read_text().split())
-    assert f"{100 * numbers['parse']:.0f} % parse as Python when cut behind their last whole line; 0 % say" in page
+    assert f"{min(parse)} to {max(parse)} parse as Python when cut behind their last whole line" in page
+    assert (
+        f"{sum(repeat)} of all {50 * len(repeat)} texts say one line three times, {repeat[0]} in the first draw" in page
+    )
 
 
 def test_the_bundled_model_completes_heads() -> None:
