@@ -7,12 +7,8 @@
 
 namespace MOESTRO_ISA {
 
-static void residual_rows_by_products(const FourRows& rows, const float* const* x, int64_t m, float* out,
-                                      float* scratch) {
-    residual_rows_of<int8_rows_by_products>(rows, x, m, out, scratch);
-}
 static constexpr moestro::RowOps kResidualByProducts = {residual_floats, quantize_residual_row,
-                                                        residual_rows_by_products, int8_scratch};
+                                                        residual_rows_of<int8_rows_by_products>, int8_scratch};
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;

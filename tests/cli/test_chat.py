@@ -258,7 +258,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(folder: Path, tmp_path: Path) -
     with Terminal("chat", str(endless), "--no-do-sample", "--max-new-tokens", "100000") as terminal:
         terminal.expect("> ")
         terminal.type("def a\n")
-        terminal.expect("(self")
+        terminal.expect("(")
         terminal.type("\x03")
         terminal.expect("stopped by Ctrl-C")
         terminal.type(f"/save {path}\n")
@@ -275,7 +275,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(folder: Path, tmp_path: Path) -
         assert terminal.process.wait(60) in (0, 130)  # 130 where the second comes while the first is still answered
     user, assistant = json.loads(path.read_text())
     assert user == {"role": "user", "content": "def a"}
-    assert "(self" in assistant["content"]
+    assert "(" in assistant["content"]
 
 
 class Terminal:

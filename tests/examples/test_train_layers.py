@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -29,8 +30,10 @@ def expected_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, d
     return (y.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1])) * weights[:, :, None]).sum(1)
 
 
+@pytest.mark.parametrize("fill", [8, 128])
 @pytest.mark.parametrize("last", [EXPERTS, EXPERTS - 3], ids=["all", "some-without-rows"])
-def test_experts_and_their_gradients(layers, last: int) -> None:
+def test_experts_and_their_gradients(layers, monkeypatch: pytest.MonkeyPatch, last: int, fill: int) -> None:
+    monkeypatch.setattr(layers, "ROUND", fill)
     ids = torch.rand(TOKENS, last).topk(TOP_K).indices
     given = [
         torch.randn(TOKENS, HIDDEN),
@@ -70,6 +73,37 @@ def test_the_loss_and_its_gradients(layers) -> None:
     )
     for got, want in ((found, wanted), *gradients):
         assert_close(got, want)
+
+
+class Small(torch.nn.Module):
+    """A matrix, experts and a norm, by names as Transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.bfloat16))
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(3, 12, 4, dtype=torch.bfloat16))
+        self.norm = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def loss(self) -> Tensor:
+        return sum(p.float().sub(0.5).square().sum() for p in self.parameters())
+
+
+def test_the_optimizer_lowers_a_loss_and_goes_on_from_its_state(layers) -> None:
+    def steps(model: Small, optimizer, number: int) -> float:
+        for _ in range(number):
+            model.loss().backward()
+            optimizer.step(0.05, 0.05)
+        return model.loss().item()
+
+    model, again = Small(), Small()
+    first = model.loss().item()
+    optimizer = layers.MuonAdamW(model)
+    assert set(optimizer.momenta) == {0, 1}
+    half = steps(model, optimizer, 20)
+    resumed = layers.MuonAdamW(again)
+    resumed.load(copy.deepcopy(optimizer.state()))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert steps(again, resumed, 20) == steps(model, optimizer, 20) < half < first
 
 
 def test_updates_are_nearly_orthogonal(layers) -> None:
