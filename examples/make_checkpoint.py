@@ -4,7 +4,7 @@
     python examples/make_checkpoint.py build/cut --like deepseek-v3 --layers 5
     python examples/make_checkpoint.py build/small --like mixtral-8x7b --tiny --fused
     python examples/make_checkpoint.py build/qwen3-mxfp4 --like qwen3-30b-a3b --format mxfp4
-    python examples/make_checkpoint.py build/steady --like gpt-oss-20b --branches 0.05
+    python examples/make_checkpoint.py build/steady --like gpt-oss-20b --branches 0.05 --routers 4
 
 Configuration, tensor names, shapes, dtypes and the names of the files are the published ones; the numbers are random,
 of sizes that keep what passes through the layers finite and spread the routing. The tokenizer is a stand-in (real ones
@@ -12,7 +12,8 @@ cannot be shipped): each byte is a token, other ids show as their number. Memory
 numbers, so every model can be written at full size: gpt-oss-20b takes 13.8 GB of disk, DeepSeek-V3 689 GB.
 
 With random numbers of full size a rounding grows from layer to layer: it turns choices of experts, and two correct
-programs end with other logits. With --branches 0.05 a layer adds little to what passes through, and they agree.
+programs end with other logits. With --branches 0.05 a layer adds little to what passes through, and with --routers 4
+the last of the chosen experts has little weight, so that a turned choice changes little: then they agree.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ BESIDE_BYTES = 50_000_000
 """What headers, the index and the tokenizer take at most."""
 _LAST = re.compile(r"\b(o_proj|out_proj|down_proj\w*|w2)\b")
 """In names of tensors: what attention and experts end with."""
+_ROUTER = re.compile(r"\b(router|gate)(\.layer)?\.weight$")
+"""In names of tensors: what logits of experts are computed with."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -57,6 +60,7 @@ class Request:
         fused: experts stacked in one tensor a projection, where the published ones are unstacked.
         format: a format of moestro, to store the experts as moestro's own checkpoints do.
         branches: what attention and experts add to what passes through a layer is so many times its usual size.
+        routers: the logits of experts are so many times their usual size.
     """
 
     like: str
@@ -65,6 +69,7 @@ class Request:
     fused: bool = False
     format: str | None = None
     branches: float = 1.0
+    routers: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -120,25 +125,25 @@ def plan(request: Request) -> Plan:
     if generation is not None and request.tiny:
         generation = {key: TINY_IDS.get(key, value) for key, value in generation.items()}
     whole = not request.tiny and request.layers is None
-    items = _with_branches(list(published.layout(config, experts)), request.branches)
+    items = _resized(list(published.layout(config, experts)), request)
     return Plan(published, config, generation, items, whole)
 
 
-def _with_branches(items: list[Item], size: float) -> tuple[Item, ...]:
-    """The items, those of the last matrix of each attention and expert so many times as large."""
-    if not 0 < size <= 1:
-        _refuse(f"--branches {size:g}", "a number above 0, and 1 at most", "Leave it out, or take 0.05.")
+def _resized(items: list[Item], request: Request) -> tuple[Item, ...]:
+    """The items, with the routers and the last matrix of each attention and expert of the size asked for."""
+    if not 0 < request.branches <= 1:
+        _refuse(f"--branches {request.branches:g}", "a number above 0, and 1 at most", "Leave it out, or take 0.05.")
+    if not 1 <= request.routers <= 16:
+        _refuse(f"--routers {request.routers:g}", "a number from 1 to 16", "Leave it out, or take 4.")
     names = {item.name for item in items}
 
-    def changes(item: Item) -> bool:
+    def size(item: Item) -> float:
+        if _ROUTER.search(item.name):
+            return request.routers
         scaled_again = item.name.replace("_scales", "_global_scales") in names - {item.name}
-        return _LAST.search(item.name) is not None and not scaled_again
+        return request.branches if _LAST.search(item.name) and not scaled_again else 1.0
 
-    if size == 1:
-        return tuple(items)
-    return tuple(
-        replace(item, fill=replace(item.fill, size=item.fill.size * size)) if changes(item) else item for item in items
-    )
+    return tuple(replace(item, fill=replace(item.fill, size=item.fill.size * size(item))) for item in items)
 
 
 def _check_layers(request: Request, published: Published) -> None:
@@ -234,6 +239,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fused", action="store_true", help="experts stacked, where Transformers reads that too")
     parser.add_argument("--format", help="experts in one of moestro's formats, as moestro's own checkpoints have them")
     parser.add_argument("--branches", type=float, default=1.0, help="size of what each layer adds; usually 1")
+    parser.add_argument("--routers", type=float, default=1.0, help="size of the logits of experts; usually 1")
     sharding = parser.add_mutually_exclusive_group()
     sharding.add_argument("--shard-size", type=parse_size, help="such as 5GB, the default of cut and tiny models")
     sharding.add_argument("--single-file", action="store_true", help="one file, whatever its size")
@@ -247,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     args = _arguments(arguments)
     try:
-        planned = plan(Request(args.like, args.layers, args.tiny, args.fused, args.format, args.branches))
+        planned = plan(Request(args.like, args.layers, args.tiny, args.fused, args.format, args.branches, args.routers))
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             task = progress.add_task(args.like, total=planned.nbytes)

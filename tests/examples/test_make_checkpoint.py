@@ -160,6 +160,41 @@ def test_small_branches_add_little_and_a_rounding_stays_one(like: str, tmp_path:
 
 
 @pytest.mark.parametrize("like", PUBLISHED)
+def test_large_routers_are_the_routers_alone(like: str) -> None:
+    usual, large = (specs_and_sizes(mc.Request(like, tiny=True, routers=size)) for size in (1.0, 4.0))
+    changed = {name for name, size in usual.items() if large[name] != size}
+    routers = {name for name in usual if re.search(r"(?<!shared_expert_)(gate|router)(\.layer)?\.weight$", name)}
+    assert changed == routers
+    assert all(large[name] == 4 * usual[name] > 0 for name in routers)
+    experts = {name.partition("experts.")[0] for name in usual if ".experts." in name}
+    assert len(experts) == len(routers)
+
+
+def specs_and_sizes(request: mc.Request) -> dict[str, float]:
+    return {item.name: item.fill.size for item in plan(request).items}
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("like", ["gpt-oss-20b", "qwen3-30b-a3b"])
+def test_large_routers_weigh_the_last_expert_little_and_spread(like: str, tmp_path: Path) -> None:
+    least = {}
+    for routers in (1.0, 4.0):
+        folder = tmp_path / f"{routers}"
+        make(folder, mc.Request(like, tiny=True, layers=16, branches=0.05, routers=routers))
+        model = moestro.load(folder, dtype="float32")
+        found: list[tuple[torch.Tensor, ...]] = []
+        for module in (m for name, m in model.named_modules() if re.search(r"mlp\.(router|gate)$", name)):
+            module.register_forward_hook(lambda _m, _i, out, found=found: found.append(out))
+        logits_of(model)
+        assert len(found) == 16
+        weights, ids = (torch.cat([out[place] for out in found]) for place in (1, 2))
+        least[routers] = float((weights.amin(-1) / weights.sum(-1)).median())
+        counts = torch.bincount(ids.flatten())
+        assert counts.min() > 0.2 * counts.float().mean()
+    assert least[4.0] < 0.25 * least[1.0]
+
+
+@pytest.mark.parametrize("like", PUBLISHED)
 def test_the_configuration_is_one_transformers_knows(like: str, tmp_path: Path) -> None:
     planned = plan(mc.Request(like))
     (tmp_path / "config.json").write_text(json.dumps(planned.config))
@@ -286,6 +321,7 @@ REFUSED = {
     "a format in FP8": (mc.Request("deepseek-v3", format="mxfp4"), "everything but its experts in bfloat16"),
     "a format that does not fit": (mc.Request("qwen3-30b-a3b", tiny=True, format="int4-g128"), "128"),
     "branches of nothing": (mc.Request("olmoe", branches=0.0), "a number above 0, and 1 at most"),
+    "routers of no size": (mc.Request("olmoe", routers=float("nan")), "a number from 1 to 16"),
     "an unknown format": (mc.Request("qwen3-30b-a3b", format="q4_k"), "mxfp4"),
 }
 
