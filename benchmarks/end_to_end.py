@@ -5,10 +5,10 @@ python benchmarks/end_to_end.py FOLDER --engines moestro,llama.cpp-q4_0    the f
 python benchmarks/end_to_end.py FOLDER --plain BF16_FOLDER                 what Transformers reads instead of FOLDER
 python benchmarks/end_to_end.py FOLDER --sequences 8 --prompt 512          eight prompts at once, of 512 tokens each
 
-FOLDER is a checkpoint; `examples/make_checkpoint.py --branches 0.05 --routers 4` makes one on which correct engines agree.
-llama.cpp is `python benchmarks/install_peers.py PEERS llama` in the folder that MOESTRO_BENCH_PEERS names; its GGUF
-files are written from FOLDER, into --work, and removed. Engines take turns, each in a process of its own that has the
-machine to itself. Results go to benchmarks/results.
+FOLDER is a checkpoint; `examples/make_checkpoint.py --branches 0.05 --routers 4` makes one on which correct engines
+agree. llama.cpp is `python benchmarks/install_peers.py PEERS llama` in the folder that MOESTRO_BENCH_PEERS names; its
+GGUF files are written from FOLDER, into --work, and removed. Engines take turns, each in a process of its own that has
+the machine to itself. Results go to benchmarks/results.
 """
 
 from __future__ import annotations
