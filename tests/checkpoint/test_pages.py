@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -40,6 +41,27 @@ def test_fetched_pages_are_there_before_they_are_read(tmp_path: Path) -> None:
 def test_nothing_is_fetched_where_the_system_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "_POPULATE_READ", 12345)
     assert list(open_checkpoint(sparse(tmp_path / "model.safetensors", 2**20)).fetch("x")) == []
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has pages of several sizes")
+def test_large_pages_are_asked_for(tmp_path: Path) -> None:
+    with mmap.mmap(-1, 2**22) as probe:
+        try:
+            probe.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pytest.skip("this system is built without large pages")
+    path = sparse(tmp_path / "model.safetensors", 2**22)
+    checkpoint = open_checkpoint(path)
+    described = Path("/proc/self/smaps").read_text().split(str(path))[1]
+    flags = next(line for line in described.splitlines() if line.startswith("VmFlags:"))
+    assert "hg" in flags.split()
+    assert checkpoint.tensor("x").sum().item() == 0
+
+
+def test_a_system_without_large_pages_maps_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (None, 12345):
+        monkeypatch.setattr(read, "_LARGE_PAGES", number)
+        assert open_checkpoint(sparse(tmp_path / "model.safetensors", 2**20)).tensor("x").sum().item() == 0
 
 
 def test_release_leaves_the_neighbours_alone(tmp_path: Path) -> None:
