@@ -115,7 +115,7 @@ def test_a_picture_without_numbers_or_divergence(report: QualityReport, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["same.png"]
 
 
-STORED = ROOT / "benchmarks" / "results" / "2026-11-21-quality.json"
+STORED = ROOT / "benchmarks" / "results" / "2026-11-25-quality.json"
 
 
 def test_the_docs_show_the_stored_table() -> None:

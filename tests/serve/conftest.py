@@ -25,7 +25,7 @@ def text_model() -> TextModel:
         found = load_text_model()
     found.tokenizer.chat_template = TEMPLATE
     # No token has this id: texts are as long as asked for, of tokens that are drawn as they are likely.
-    found.model.generation_config.update(eos_token_id=4096, repetition_penalty=1.0)
+    found.model.generation_config.update(eos_token_id=4096, repetition_penalty=1.0, no_repeat_ngram_size=0)
     return found
 
 

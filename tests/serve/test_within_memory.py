@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def within(folder: Path, memory: int | str) -> TextModel:
     with quiet_transformers():
         found = load_text_model(folder, format=MoestroConfig(memory=memory))
-    found.model.generation_config.update(eos_token_id=4096, repetition_penalty=1.0)  # as of the fixture text_model
+    # As of the fixture text_model.
+    found.model.generation_config.update(eos_token_id=4096, repetition_penalty=1.0, no_repeat_ngram_size=0)
     return found
 
 
