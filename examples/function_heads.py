@@ -68,9 +68,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, help="in place of the model's own")
     parser.add_argument("--top-p", type=float, help="in place of the model's own")
     parser.add_argument("--repetition-penalty", type=float, help="in place of the model's own")
+    parser.add_argument("--no-repeat-ngram-size", type=int, help="in place of the model's own")
     parser.add_argument("--show", action="store_true", help="print the texts too")
     options = parser.parse_args()
-    names = ("temperature", "top_p", "repetition_penalty")
+    names = ("temperature", "top_p", "repetition_penalty", "no_repeat_ngram_size")
     sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.show:
         for text in complete(options.folder, HEADS, **sampling):

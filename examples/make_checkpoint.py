@@ -13,7 +13,8 @@ numbers, so every model can be written at full size: gpt-oss-20b takes 13.8 GB o
 
 With random numbers of full size a rounding grows from layer to layer: it turns choices of experts, and two correct
 programs end with other logits. With --branches 0.05 a layer adds little to what passes through, and with --routers 4
-the last of the chosen experts has little weight, so that a turned choice changes little: then they agree.
+the last of the chosen experts has little weight, so that a turned choice changes little: then they agree. That is so of
+routers by softmax; by sigmoid (DeepSeek-V3, GLM-4.5, Llama 4) the chosen experts weigh about the same at any size.
 """
 
 from __future__ import annotations

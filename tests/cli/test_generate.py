@@ -207,6 +207,7 @@ def test_sampling_options_reach_transformers(model_folder: Path) -> None:
     for name, value in (("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1.0"), ("--temperature", "1e-4")):
         assert as_json(*options, "--do-sample", name, value, "--seed", "5")["text"] == greedy, name
     assert as_json(*options, "--repetition-penalty", "50.0")["text"] != greedy
+    assert as_json(*options, "--no-repeat-ngram-size", "1")["text"] != greedy
 
 
 def test_chat_uses_the_template(model_folder: Path, tmp_path: Path) -> None:
@@ -261,6 +262,7 @@ def test_a_model_that_cannot_run(broken: Callable[[str], str], fault: str, says:
         (["--do-sample", "--top-k", "-1"], "top_k=-1"),
         (["--do-sample", "--seed", "-1"], "seed=-1"),
         (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
+        (["--no-repeat-ngram-size", "-1"], "no_repeat_ngram_size=-1"),
         (["--max-new-tokens", "0"], "max_new_tokens=0; needs at least 1"),
         (["--max-new-tokens", "64"], "needs at most 64 together"),
         (["--dtype", "int8"], "dtype 'int8'"),

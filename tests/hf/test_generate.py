@@ -73,7 +73,15 @@ def test_speeds_count_the_first_token_with_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_new_tokens": 1}, {"top_k": 0}, {"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}, {"repetition_penalty": 1.0}],
+    [
+        {"max_new_tokens": 1},
+        {"top_k": 0},
+        {"top_p": 1.0},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1.0},
+        {"no_repeat_ngram_size": 0},
+    ],
 )
 def test_the_ends_of_ranges_belong_to_them(options: dict[str, float]) -> None:
     Sampling(**options)

@@ -281,6 +281,7 @@ def test_settings_reach_the_engine(endpoint: Endpoint, scripted: Any) -> None:
     assert config(generation_config='{"top_k": 5, "do_sample": false}', temperature=0).do_sample is False
     assert config(logit_bias={"7": -3}).sequence_bias == {(7,): -3.0}
     assert config(repetition_penalty=1.5).repetition_penalty == 1.5
+    assert config(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
     chat(endpoint, seed=9, logprobs=True, top_logprobs=2)
     assert (engine.requests[-1].seed, engine.requests[-1].top_logprobs) == (9, 2)
     assert own.max_new_tokens != 7

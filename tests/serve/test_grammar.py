@@ -56,6 +56,16 @@ def test_a_chat_answers_in_the_schema(endpoint: Endpoint, sampling: dict[str, An
     assert streamed == text or "seed" not in sampling
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 2}])
+def test_a_grammar_comes_before_tokens_that_may_not_come_again(endpoint: Endpoint, sampling: dict[str, Any]) -> None:
+    """Of sixteen equal words the later ones have no token that has not been there."""
+    schema = {"type": "array", "items": {"const": True}, "minItems": 16, "maxItems": 16}
+    body = {"messages": MESSAGES, "max_tokens": 400, "response_format": asked(schema), "no_repeat_ngram_size": 1}
+    status, answer = endpoint.post(CHAT, {**body, **sampling})
+    assert status == 200, answer
+    assert json.loads(answer["choices"][0]["message"]["content"]) == [True] * 16
+
+
 def test_responses_and_any_object(endpoint: Endpoint) -> None:
     body = {"input": "a", "max_output_tokens": 200, "text": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     status, answer = endpoint.post(RESPONSES, {**body, "temperature": 1.5})

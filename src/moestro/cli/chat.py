@@ -40,6 +40,7 @@ def chat(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
     seed: Annotated[
         int | None, typer.Option(help="With --do-sample: of the first answer; the next has one more.")
     ] = None,
@@ -67,7 +68,16 @@ def chat(
         from moestro.serve.conversation import Conversation
 
         sampling = Sampling(
-            max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ())
+            max_new_tokens,
+            do_sample,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            no_repeat_ngram_size,
+            seed,
+            tuple(stop or ()),
         )
         budget = memory_budget("chat", memory, prefetch, device_memory)
         how = MoestroConfig(format, input_format=input_format, projections=projections, memory=budget)  # type: ignore[arg-type]

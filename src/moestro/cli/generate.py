@@ -45,6 +45,7 @@ def generate(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
     seed: Annotated[
         int | None, typer.Option(help="With --do-sample: of the first prompt; the next has one more.")
     ] = None,
@@ -75,7 +76,16 @@ def generate(
         from moestro.hf.text_model import load_text_model, quiet_transformers
 
         sampling = library.Sampling(
-            max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ())
+            max_new_tokens,
+            do_sample,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            no_repeat_ngram_size,
+            seed,
+            tuple(stop or ()),
         )
         _check_trace(trace, ep * tp)
         texts = read_prompts(prompts or [], file or [], ep * tp)

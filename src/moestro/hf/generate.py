@@ -38,12 +38,13 @@ class Sampling:
 
     Attributes:
         max_new_tokens: at least 1; None for 256, or what the model's context leaves.
-        do_sample: sample, or take the likeliest token. The five below, but for repetition_penalty, need it.
+        do_sample: sample, or take the likeliest token. Temperature, top_k, top_p, min_p and seed need it.
         temperature: at least 1e-6, or 0 to take the likeliest token, which do_sample must not contradict.
         top_k: at least 0; 0 for no limit.
         top_p: above 0, at most 1.
         min_p: 0 to 1.
         repetition_penalty: above 0; 1 for none.
+        no_repeat_ngram_size: of so many tokens in a row none come twice, those of the prompt included; 0 for no limit.
         seed: of the random numbers.
         stop: texts that generation ends before. They are found in the text, however tokens split them.
     """
@@ -55,6 +56,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -74,6 +76,7 @@ class Sampling:
             "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
             "min_p": (lambda v: 0 <= v <= 1, "0 to 1"),
             "repetition_penalty": (lambda v: v > 0, "above 0 (1 for none)"),
+            "no_repeat_ngram_size": (lambda v: v >= 0, "at least 0 (0 for no limit)"),
             "seed": (lambda v: 0 <= v < 2**63, "0 to 2**63 - 1"),
         }
         for name, (holds, needs) in rules.items():

@@ -99,7 +99,7 @@ def only(*allowed: Any, fix: str = "Leave it out.") -> Check:
 
 def sampled(name: str) -> Check:
     """What `Sampling` holds under this name, by its own rules."""
-    whole = name in ("top_k", "seed")
+    whole = name in ("top_k", "no_repeat_ngram_size", "seed")
     bounds = {"repetition_penalty": (0.01, 100), "temperature": (0, 100)}.get(name, (-math.inf, 2**63 - 1))
 
     def check(given: str, value: Any) -> Any:
@@ -195,10 +195,11 @@ def text_format(name: str, value: Any) -> dict[str, Any] | None:
     return None if given is None else response_format(f"{name}.format", given)
 
 
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "seed")
 _IN_GENERATION_CONFIG: dict[str, Check] = {
     "max_new_tokens": number(1, _MOST, integer=True),
     "do_sample": flag,
-    **{name: sampled(name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    **{name: sampled(name) for name in _SAMPLED if name != "seed"},
 }
 _OF_TRANSFORMERS = ("transformers_version", "_from_model_config")
 
@@ -220,7 +221,6 @@ def generation_config(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
-_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _OF_SAMPLED_ONLY = ("temperature", "top_p", "top_k", "min_p")
 _TOKENS = number(1, _MOST, integer=True)
 _PENALTY = only(0, fix="Leave it out; repetition_penalty is served.")

@@ -183,7 +183,8 @@ class Endpoint:
         url: of the server; /v1 is added where the url has no path.
         model: a name that it serves; None for the first that it lists.
         key: that opens it, if it asks for one.
-        sampling: top_k, min_p and repetition_penalty are sent by these names, which are not OpenAI's.
+        sampling: top_k, min_p, repetition_penalty and no_repeat_ngram_size are sent by these names, which are not
+            OpenAI's.
     """
 
     context: int | None = None
@@ -272,7 +273,7 @@ def _fields(sampling: Sampling) -> dict[str, Any]:
         raise invalid_input(
             OPERATION, got="--do-sample with --url", needs="--temperature, by which endpoints sample", fix="Give that."
         )
-    extra = {name: getattr(sampling, name) for name in ("top_k", "min_p", "repetition_penalty")}
+    extra = {name: getattr(sampling, name) for name in ("top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")}
     found = {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0 if sampling.do_sample is False else sampling.temperature,

@@ -91,6 +91,8 @@ class Work:
         if self.request.grammar is not None:
             logits = self.request.grammar.restrict(logits)
         scores = self._processors(self._seen[:, : len(self.ids)], logits)
+        if self.request.grammar is not None and not torch.isfinite(scores).any():
+            scores = logits  # tokens that may not come again were all that the grammar has
         if not self._sampled:
             return int(scores.argmax(-1))
         probabilities = scores.softmax(-1)
