@@ -42,7 +42,7 @@ inline Units units_of(int64_t group, int part) {
     const __m256i halves = _mm256_add_epi32(_mm256_slli_epi32(lanes, 1), _mm256_set1_epi32(part));
     return {_mm256_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
 }
-inline F of_units(const float* p, Units by) { return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(p), by.index)}; }
+inline F of_units(F scales, Units by) { return {_mm256_permutevar8x32_ps(scales.v, by.index)}; }
 inline F of_half_units(const float* p, Units by) { return {_mm256_i32gather_ps(p, by.index, 4)}; }
 
 inline F to_floats(I a) { return {_mm256_cvtepi32_ps(a.v)}; }

@@ -40,8 +40,7 @@ inline void transpose_lanes(I* r) {
     r[2].v = _mm512_unpacklo_epi64(b, d), r[3].v = _mm512_unpackhi_epi64(b, d);
 }
 
-// Lane l is p[(32 * unit + 16 * part) / group] for the unit that lane stands for. Reads 2 * W floats where groups have
-// 16.
+// Lane l is scale (32 * unit + 16 * part) / group for the unit that lane stands for; where groups have 16, of 2 * W.
 struct Units {
     __m512i index;
 };
@@ -52,7 +51,7 @@ inline Units units_of(int64_t group, int part) {
     const __m512i halves = _mm512_add_epi32(_mm512_slli_epi32(lanes, 1), _mm512_set1_epi32(part));
     return {_mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
 }
-inline F of_units(const float* p, Units by) { return {_mm512_permutexvar_ps(by.index, _mm512_loadu_ps(p))}; }
+inline F of_units(F scales, Units by) { return {_mm512_permutexvar_ps(by.index, scales.v)}; }
 inline F of_half_units(const float* p, Units by) {
     return {_mm512_permutex2var_ps(_mm512_loadu_ps(p), by.index, _mm512_loadu_ps(p + W))};
 }

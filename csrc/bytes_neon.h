@@ -46,7 +46,9 @@ inline Units units_of(int64_t group, int part) {
     for (int l = 0; l < W; ++l) index[l] = static_cast<uint32_t>((32 * l + 16 * part) / group);
     return {bytes_of_lanes(vld1q_u32(index))};
 }
-inline F of_units(const float* p, Units by) { return spread(p, {by.bytes}); }
+inline F of_units(F scales, Units by) {
+    return {vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(scales.v), by.bytes))};
+}
 inline F of_half_units(const float* p, Units by) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(p);
     return {vreinterpretq_f32_u8(vqtbl2q_u8({{vld1q_u8(bytes), vld1q_u8(bytes + 16)}}, by.bytes))};

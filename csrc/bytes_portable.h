@@ -54,10 +54,12 @@ inline Units units_of(int64_t group, int part) {
     for (int l = 0; l < W; ++l) by.index[l] = static_cast<int>((32 * l + 16 * part) / group);
     return by;
 }
-inline F of_units(const float* p, const Units& by) {
+inline F of_units(F scales, const Units& by) {
+    return each([&](int l) { return scales.v[by.index[l]]; });
+}
+inline F of_half_units(const float* p, const Units& by) {
     return each([&](int l) { return p[by.index[l]]; });
 }
-inline F of_half_units(const float* p, const Units& by) { return of_units(p, by); }
 
 inline Integers as_signed(Words a) { return reinterpret_cast<Integers>(a); }
 inline F to_floats(I a) { return {__builtin_convertvector(as_signed(a.v), Floats)}; }

@@ -7,7 +7,7 @@
 // are for 16 columns, a lane's first four vectors and its last four are sums of their own: a part each.
 #pragma once
 
-#include "kernels.h"
+#include "unit_scales.h"
 
 namespace MOESTRO_ISA {
 
@@ -122,13 +122,6 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
     return true;
 }
 
-// Scales and zero points of four rows in the order in which they are stored, for `of_units` to read.
-struct Scales {
-    const float* scale[kRows];
-    const float* zero[kRows];
-    int64_t group;
-};
-
 // What the lower nibble of each byte stands for, plus offset_of(E).
 template <Element E> MOESTRO_INLINE I code_of(I nibbles) {
     constexpr uint8_t kTwice[16] = {12, 13, 14, 15, 16, 18, 20, 24,
@@ -150,11 +143,6 @@ template <Element E> MOESTRO_INLINE void codes_of(I* words, I* codes) {
     }
 }
 
-template <int Parts> MOESTRO_INLINE F of_part(const float* p, const Units (&by)[Parts], int part) {
-    if constexpr (Parts == 2) return of_half_units(p, by[part]);
-    return of_units(p, by[part]);
-}
-
 // The last bytes of a row, followed by zeros.
 static __attribute__((noinline)) const uint8_t* copied(const uint8_t* from, int64_t n, uint8_t* padded, int64_t size) {
     std::memset(padded, 0, static_cast<size_t>(size));
@@ -163,12 +151,13 @@ static __attribute__((noinline)) const uint8_t* copied(const uint8_t* from, int6
 }
 
 // Calls `step(block, r, codes, scales, zeros)` for every block of each of the four rows.
-template <Element E, int Parts, class Step>
+template <Element E, int Parts, ScalesFrom From, class Step>
 MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool prefetching, Step step) {
     const int64_t columns = rows.columns;
     Units by[Parts];
     for (int p = 0; p < Parts; ++p) by[p] = units_of(scales.group, p);
     const int shift = log2_of(scales.group);
+    const int64_t n = (columns + scales.group - 1) >> shift;
     for (int64_t k = 0, block = 0; k < columns; k += kUnits, ++block) {
         const int64_t first = k >> shift;
         const bool whole = k + kUnits <= columns;
@@ -195,7 +184,7 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
             codes_of<E>(words, codes);
 #pragma GCC unroll 2
             for (int p = 0; p < Parts; ++p) {
-                s[p] = of_part<Parts>(scales.scale[r] + first, by, p);
+                s[p] = unit_scales<From>(scales, by, r, first, n, p);
                 if constexpr (E == Element::u4) zeros[p] = to_integers(of_part<Parts>(scales.zero[r] + first, by, p));
             }
             step(block, r, codes, s, zeros);
@@ -220,7 +209,7 @@ template <Element E> MOESTRO_INLINE I start_of(const int32_t* sums, I zeros) {
 }
 
 // For each output, floats are added block by block and part by part, whatever M and wherever weights are decoded.
-template <Element E, int Parts, int M>
+template <Element E, int Parts, ScalesFrom From, int M>
 static void few(const FourRows& rows, const Scales& scales, const float* const* x, float* out) {
     const int64_t padded = padded_columns(E, rows.columns);
     F sum[kRows][M];
@@ -231,7 +220,7 @@ static void few(const FourRows& rows, const Scales& scales, const float* const* 
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
-    walk_units<E, Parts>(
+    walk_units<E, Parts, From>(
         rows, scales, true,
         [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 4
@@ -261,21 +250,20 @@ struct Panel {
     int64_t padded;
 };
 
-template <Element E, int Parts>
+template <Element E, int Parts, ScalesFrom From>
 static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
-    walk_units<E, Parts>(rows, scales, false,
-                         [&](int64_t block, int r, const I* codes, const F* s, const I* zeros)
-                             __attribute__((always_inline)) {
+    walk_units<E, Parts, From>(
+        rows, scales, false,
+        [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-                                 for (int i = 0; i < 8; ++i)
-                                     store_bytes(panel.codes[r] + block * kUnits + i * kVectorBytes, codes[i]);
+            for (int i = 0; i < 8; ++i) store_bytes(panel.codes[r] + block * kUnits + i * kVectorBytes, codes[i]);
 #pragma GCC unroll 2
-                                 for (int p = 0; p < Parts; ++p) {
-                                     store(panel.scales + ((block * kRows + r) * Parts + p) * W, s[p]);
-                                     if constexpr (E == Element::u4)
-                                         store_bytes(panel.zeros + ((block * kRows + r) * Parts + p) * W, zeros[p]);
-                                 }
-                             });
+            for (int p = 0; p < Parts; ++p) {
+                store(panel.scales + ((block * kRows + r) * Parts + p) * W, s[p]);
+                if constexpr (E == Element::u4)
+                    store_bytes(panel.zeros + ((block * kRows + r) * Parts + p) * W, zeros[p]);
+            }
+        });
 }
 
 // One step of columns: a vector of codes of each row, one of bytes of each token.
@@ -388,8 +376,8 @@ template <class Function, int Most, class Make> struct ByTokens {
 struct MakeInt8 {
     template <int M> static constexpr Int8Dots of() { return int8_dots<M>; }
 };
-template <Element E, int Parts> struct MakeFew {
-    template <int M> static constexpr Few of() { return few<E, Parts, M>; }
+template <Element E, int Parts, ScalesFrom From> struct MakeFew {
+    template <int M> static constexpr Few of() { return few<E, Parts, From, M>; }
 };
 template <Element E, int Parts> struct MakeTile {
     template <int M> static constexpr Tile of() { return tile<E, Parts, M>; }
@@ -411,10 +399,11 @@ struct Prefetched {
     }
 };
 
-template <Element E, int Parts> static void units(const FourRows& rows, const Scales& scales, const float* const* x,
-                                                  int64_t m, float* out, float* scratch) {
+template <Element E, int Parts, ScalesFrom From = ScalesFrom::floats>
+static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
+                  float* scratch) {
     if (m <= kFewUnitTokens) {
-        static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<E, Parts>> kFew;
+        static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<E, Parts, From>> kFew;
         return kFew.of[m](rows, scales, x, out);
     }
     Panel panel;
@@ -424,7 +413,7 @@ template <Element E, int Parts> static void units(const FourRows& rows, const Sc
     panel.zeros = reinterpret_cast<int32_t*>(scratch + of_units);
     for (int r = 0; r < kRows; ++r)
         panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (panel.padded + 64);
-    decode_units<E, Parts>(rows, scales, panel);
+    decode_units<E, Parts, From>(rows, scales, panel);
     static constexpr ByTokens<Tile, kUnitTokens, MakeTile<E, Parts>> kTile;
     Prefetched next(rows, rows.columns / 2, m, kUnitTokens);
     for (int64_t n = 0; m > 0; x += n, out += kRows * n, m -= n) {
@@ -441,6 +430,13 @@ static void run_int8(const FourRows& rows, const float* const* x, int64_t m, flo
     const float factor = E == Element::e2m1 ? 0.5f : 1.0f;  // codes are of twice the value
     Scales scales = {};
     scales.group = rows.group_columns ? rows.group_columns : round_up(rows.columns, kUnits);
+    if constexpr (E == Element::e2m1) {
+        if (scales_from(rows) == ScalesFrom::powers) {
+            for (int r = 0; r < kRows; ++r)
+                scales.stored[r] = rows.scales[r], scales.factor[r] = rows.global_scale[r] * factor;
+            return units<E, 1, ScalesFrom::powers>(rows, scales, x, m, out, scratch);
+        }
+    }
     for (int r = 0; r < kRows; ++r, scratch += room) {
         read_scales(rows.scale, rows.scales[r], n, rows.global_scale[r] * factor, scratch, room);
         scales.scale[r] = scratch;
