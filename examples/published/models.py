@@ -99,7 +99,7 @@ PUBLISHED = {
         shards=16,
     ),
     "qwen3-30b-a3b-fp8": Published(
-        "Qwen/Qwen3-30B-A3B-configs.FP8",
+        "Qwen/Qwen3-30B-A3B-FP8",
         configs.QWEN3,
         layouts.qwen3_fp8,
         Apart(Linear(torch.bfloat16)),

@@ -65,6 +65,23 @@ def test_large_pages_are_asked_for_what_is_fetched(tmp_path: Path) -> None:
     list(checkpoint.fetch("x"))
     assert any("hg" in flags for flags in flags_of(path))
     assert checkpoint.tensor("x").sum().item() == 0
+    checkpoint.release("x")
+    assert any("nh" in flags for flags in flags_of(path))  # what comes back is read piece by piece
+    assert checkpoint.tensor("x").sum().item() == 0
+
+
+def test_nothing_is_fetched_of_a_tensor_without_elements(tmp_path: Path) -> None:
+    """The last of a file that ends with a page: there is no page to ask for."""
+    save_file(
+        {"a": torch.zeros(mmap.PAGESIZE - 128, dtype=torch.uint8), "z": torch.zeros(0)}, tmp_path / "x.safetensors"
+    )
+    data = (tmp_path / "x.safetensors").read_bytes()
+    header, rest = int.from_bytes(data[:8], "little"), data[8:]
+    fill = -len(data) % mmap.PAGESIZE
+    padded = (header + fill).to_bytes(8, "little") + rest[:header] + b" " * fill + rest[header:]
+    (tmp_path / "x.safetensors").write_bytes(padded)
+    assert len(padded) % mmap.PAGESIZE == 0
+    assert list(open_checkpoint(tmp_path / "x.safetensors").fetch("z")) == []
 
 
 def test_a_system_without_large_pages_fetches_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

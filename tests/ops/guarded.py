@@ -50,6 +50,25 @@ def stack_at_the_edge(stored: PackedTensor) -> PackedTensor:
     return PackedTensor(data, stored.format, *others)
 
 
+def long_rows(name: str) -> None:
+    """Rows of whole vectors of scales, and of one more scale, with int8 inputs."""
+    group = sizes_for(name).hidden_size
+    for hidden, intermediate in ((1024, 1024 + group), (512 + group, 512)):
+        if hidden % group or intermediate % group:
+            continue
+        sizes = problems.Sizes(3, hidden, intermediate, 2, 2)
+        plain = problems.weights(sizes, GPT_OSS_SWIGLU, torch.float32).quantize(name)
+        edged = replace(plain, gate_up=stack_at_the_edge(plain.gate_up), down=stack_at_the_edge(plain.down))
+        for num_tokens in (1, 3):
+            x, routing = (
+                torch.randn(num_tokens, hidden),
+                problems.routing(replace(sizes, num_tokens=num_tokens), kind="full"),
+            )
+            for isa in ROUNDING:
+                edge, expected = (run(isa, x, routing, replace(w, input_format="int8")) for w in (edged, plain))
+                assert bit_equal(edge, expected), (isa.name, name, hidden)
+
+
 def main() -> None:
     assert native.module is not None
     for name in STORED:
@@ -81,6 +100,8 @@ def main() -> None:
             for isa in RUNNING + (TILED if tiled else []):
                 edge = run(isa, at_the_edge(x), routed, weights)
                 assert bit_equal(edge, run(isa, x, routing, plain)), (isa.name, name)
+    for name in INTEGER_FORMATS:
+        long_rows(name)
     print("whole")
 
 

@@ -22,6 +22,7 @@ from moestro.serve.engine import Engine
 from moestro.serve.grammar import JsonGrammars
 from moestro.serve.reasoning import HARMONY
 from moestro.serve.request import Request
+from moestro.serve.work import Work
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SCHEMA = {
@@ -170,6 +171,32 @@ def test_requests_of_a_step_keep_to_grammars_of_their_own(text_model: TextModel)
     engine.close()
     assert [json.loads(texts[0]), json.loads(texts[2])] == ["first", 12345]
     assert [each.ended.reason for each in heard] == ["stop", "length", "stop"]
+
+
+class _TwoTokens:
+    """A grammar by which 5 and 6 can come."""
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        refused = torch.ones_like(logits, dtype=torch.bool)
+        refused[:, 5:7] = False
+        return logits.masked_fill(refused, -torch.inf)
+
+    def accept(self, token: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("how", [{"top_k": 1}, {"temperature": 1e-4}, {"do_sample": False}])
+def test_a_token_that_a_grammar_needs_is_picked_as_asked(text_model: TextModel, how: dict[str, Any]) -> None:
+    """Where both have been there: by the temperature and the like, without what forbids them."""
+    strict = {"no_repeat_ngram_size": 1, "repetition_penalty": 2.0, "remove_invalid_values": True}
+    config = GenerationConfig(max_new_tokens=4, eos_token_id=None, **{"do_sample": True, **strict, **how})
+    logits = torch.zeros(text_model.config.vocab_size)
+    logits[6], logits[7] = 1.0, 2.0
+    for seed in range(8):
+        work = Work(Request((5, 6), config, seed, grammar=_TwoTokens()), Heard(), 4)  # type: ignore[arg-type]
+        work.begin(text_model.model)
+        assert work.take(logits) is None
+        assert work.last == 6
 
 
 @pytest.fixture(scope="module")

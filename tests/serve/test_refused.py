@@ -33,7 +33,8 @@ EVERYWHERE = [
 ] + [
     ("top_p", 0), ("top_p", 1.1), ("top_p", "x"), ("top_k", -1), ("top_k", 1.5), ("top_k", 10**30),
     ("min_p", 2), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", 1e300), ("seed", -1),
-    ("no_repeat_ngram_size", -1), ("no_repeat_ngram_size", 1.5), ("no_repeat_ngram_size", "2"),
+    ("no_repeat_ngram_size", -1), ("no_repeat_ngram_size", 65), ("no_repeat_ngram_size", 1.5),
+    ("no_repeat_ngram_size", "2"),
     ("seed", 2**63), ("seed", 1.0), ("seed", "7"), ("stream", 1), ("stream", "true"), ("model", 3), ("user", []),
     ("generation_config", {}), ("generation_config", "{"), ("generation_config", '{"num_beams": 4}'),
     ("generation_config", '{"temperature": "x"}'), ("generation_config", "[" * 10**4), ("no_such_field", 1),

@@ -37,6 +37,7 @@ _IS_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch6
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux, which Python's mmap does not name."""
 _LARGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+_NO_LARGE_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 _PIECE = 16 << 20
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _IS_KNOWN else 0)
 
@@ -135,7 +136,9 @@ class Checkpoint:
         start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = entry.stop // mmap.PAGESIZE * mmap.PAGESIZE - start
         if nbytes > 0:
-            self._mapping(entry).madvise(mmap.MADV_DONTNEED, start, nbytes)
+            mapping = self._mapping(entry)
+            mapping.madvise(mmap.MADV_DONTNEED, start, nbytes)
+            _advise(mapping, _NO_LARGE_PAGES, start, nbytes)  # what comes back is read piece by piece
 
     def fetch(self, name: str) -> Iterator[int]:
         """Have a tensor's pages mapped into this process before it is read, piece by piece; yields the bytes of each.
@@ -147,17 +150,17 @@ class Checkpoint:
             InvalidInputError: as for `tensor`.
         """
         entry = self.entry(name)
+        if not entry.nbytes:
+            return
         start, mapping = entry.start // mmap.PAGESIZE * mmap.PAGESIZE, self._mapping(entry)
         # Only here, where all of it is wanted: from then on a page that is missing is read with up to 4 MB around it.
-        if _LARGE_PAGES is not None:
-            with suppress(OSError):  # a system built without them
-                mapping.madvise(_LARGE_PAGES, start, entry.stop - start)
+        _advise(mapping, _LARGE_PAGES, start, entry.stop - start)
         for at in range(start, entry.stop, _PIECE):
             nbytes = min(_PIECE, entry.stop - at)
             try:
                 mapping.madvise(_POPULATE_READ, at, nbytes)
             except OSError:
-                return
+                return _advise(mapping, _NO_LARGE_PAGES, start, entry.stop - start)
             yield nbytes
 
     def _mapping(self, entry: Entry) -> mmap.mmap:
@@ -254,6 +257,12 @@ def _open(path: Path) -> _File:
         identified = identity(file)
         size = identified[2]
         return _File(path, read_header(path, file, size), identified, _mapped(path, file, size))
+
+
+def _advise(mapping: mmap.mmap, advice: int | None, start: int, nbytes: int) -> None:
+    if advice is not None:
+        with suppress(OSError):  # a system built without large pages
+            mapping.madvise(advice, start, nbytes)
 
 
 def _mapped(path: Path, file: BinaryIO, size: int) -> mmap.mmap:

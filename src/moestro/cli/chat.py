@@ -67,18 +67,8 @@ def chat(
         from moestro.hf.text_model import quiet_transformers
         from moestro.serve.conversation import Conversation
 
-        sampling = Sampling(
-            max_new_tokens,
-            do_sample,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            no_repeat_ngram_size,
-            seed,
-            tuple(stop or ()),
-        )
+        picked = temperature, top_k, top_p, min_p, repetition_penalty, seed
+        sampling = Sampling(max_new_tokens, do_sample, *picked, tuple(stop or ()), no_repeat_ngram_size)
         budget = memory_budget("chat", memory, prefetch, device_memory)
         how = MoestroConfig(format, input_format=input_format, projections=projections, memory=budget)  # type: ignore[arg-type]
         source = Source(model, template, system, (dtype, device, strategy), how)

@@ -75,18 +75,8 @@ def generate(
         from moestro.hf import generate as library
         from moestro.hf.text_model import load_text_model, quiet_transformers
 
-        sampling = library.Sampling(
-            max_new_tokens,
-            do_sample,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            no_repeat_ngram_size,
-            seed,
-            tuple(stop or ()),
-        )
+        picked = temperature, top_k, top_p, min_p, repetition_penalty, seed
+        sampling = library.Sampling(max_new_tokens, do_sample, *picked, tuple(stop or ()), no_repeat_ngram_size)
         _check_trace(trace, ep * tp)
         texts = read_prompts(prompts or [], file or [], ep * tp)
         requests = make_requests([text.text for text in texts], sampling, system, chat)

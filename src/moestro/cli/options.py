@@ -13,7 +13,7 @@ TopK = Annotated[int | None, typer.Option(help="With --do-sample: the k likelies
 TopP = Annotated[float | None, typer.Option(help="With --do-sample: the likeliest of this probability.")]
 MinP = Annotated[float | None, typer.Option(help="With --do-sample: those of this share of the best.")]
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 to repeat less.")]
-NoRepeatNgramSize = Annotated[int | None, typer.Option(help="No so many tokens in a row twice; 0 for no limit.")]
+NoRepeatNgramSize = Annotated[int | None, typer.Option(help="No run of so many tokens twice; 0 for no limit.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")]
 Format = Annotated[str | None, typer.Option(help="Read the experts into this format: mxfp4, int8, ...")]

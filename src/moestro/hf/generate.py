@@ -44,9 +44,9 @@ class Sampling:
         top_p: above 0, at most 1.
         min_p: 0 to 1.
         repetition_penalty: above 0; 1 for none.
-        no_repeat_ngram_size: of so many tokens in a row none come twice, those of the prompt included; 0 for no limit.
         seed: of the random numbers.
         stop: texts that generation ends before. They are found in the text, however tokens split them.
+        no_repeat_ngram_size: of so many tokens in a row none come twice, those of the prompt included; 0 for no limit.
     """
 
     max_new_tokens: int | None = None
@@ -56,9 +56,9 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    no_repeat_ngram_size: int | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop)

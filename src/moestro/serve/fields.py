@@ -97,10 +97,14 @@ def only(*allowed: Any, fix: str = "Leave it out.") -> Check:
     return check
 
 
+_BOUNDS = {"repetition_penalty": (0.01, 100), "temperature": (0, 100), "no_repeat_ngram_size": (0, 64)}
+"""Closer than those of `Sampling`: a larger n makes each token compare n times the text."""
+
+
 def sampled(name: str) -> Check:
     """What `Sampling` holds under this name, by its own rules."""
     whole = name in ("top_k", "no_repeat_ngram_size", "seed")
-    bounds = {"repetition_penalty": (0.01, 100), "temperature": (0, 100)}.get(name, (-math.inf, 2**63 - 1))
+    bounds = _BOUNDS.get(name, (-math.inf, 2**63 - 1))
 
     def check(given: str, value: Any) -> Any:
         number(*bounds, integer=whole)(given, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -10,6 +11,16 @@ from torch import Tensor
 
 from moestro.hf.generate import not_finite
 from moestro.serve.request import Ended, Listener, Request, Token
+
+_PENALTIES = {
+    "no_repeat_ngram_size": 0,
+    "repetition_penalty": 1.0,
+    "sequence_bias": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "remove_invalid_values": False,
+}
+"""What may forbid tokens that a grammar needs, switched off."""
 
 
 class Work:
@@ -59,6 +70,10 @@ class Work:
         config.max_new_tokens = self.room
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
         self._processors = model._get_logits_processor(config, input_ids_seq_length=len(self.prompt), device=device)
+        if self.request.grammar is not None:
+            without = copy.deepcopy(config)
+            without.update(**_PENALTIES)
+            self._warpers = model._get_logits_processor(without, input_ids_seq_length=len(self.prompt), device=device)
         self._sampled = bool(config.do_sample)
         ends = config.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
@@ -88,11 +103,14 @@ class Work:
         return "length" if self.new_tokens == self.room else None
 
     def _pick(self, logits: Tensor) -> int:
-        if self.request.grammar is not None:
+        seen = self._seen[:, : len(self.ids)]
+        if self.request.grammar is None:
+            scores = self._processors(seen, logits)
+        else:
             logits = self.request.grammar.restrict(logits)
-        scores = self._processors(self._seen[:, : len(self.ids)], logits)
-        if self.request.grammar is not None and not torch.isfinite(scores).any():
-            scores = logits  # tokens that may not come again were all that the grammar has
+            scores = self._processors(seen, logits.clone())
+            if not (scores[torch.isfinite(logits)] > torch.finfo(scores.dtype).min).any():
+                scores = self._warpers(seen, logits)  # tokens that may not come again were all that the grammar has
         if not self._sampled:
             return int(scores.argmax(-1))
         probabilities = scores.softmax(-1)
@@ -103,7 +121,7 @@ class Work:
     def release(self) -> Any:
         """Give up the cache, and what picked tokens; returns the cache, None where work had not begun."""
         cache, self.cache = self.cache, None
-        self._seen = self._processors = None
+        self._seen = self._processors = self._warpers = None
         return cache
 
     def end(self, reason: str, error: Exception | None = None) -> None:
