@@ -141,7 +141,8 @@ def _resized(items: list[Item], request: Request) -> tuple[Item, ...]:
     def size(item: Item) -> float:
         if _ROUTER.search(item.name):
             return request.routers
-        scaled_again = item.name.replace("_scales", "_global_scales") in names - {item.name}
+        again = item.name.replace("_scales", "_global_scales")
+        scaled_again = again != item.name and again in names
         return request.branches if _LAST.search(item.name) and not scaled_again else 1.0
 
     return tuple(replace(item, fill=replace(item.fill, size=item.fill.size * size(item))) for item in items)
