@@ -136,9 +136,7 @@ class Checkpoint:
         start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = entry.stop // mmap.PAGESIZE * mmap.PAGESIZE - start
         if nbytes > 0:
-            mapping = self._mapping(entry)
-            mapping.madvise(mmap.MADV_DONTNEED, start, nbytes)
-            _advise(mapping, _NO_LARGE_PAGES, start, nbytes)  # what comes back is read piece by piece
+            self._mapping(entry).madvise(mmap.MADV_DONTNEED, start, nbytes)
 
     def fetch(self, name: str) -> Iterator[int]:
         """Have a tensor's pages mapped into this process before it is read, piece by piece; yields the bytes of each.
