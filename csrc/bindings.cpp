@@ -69,7 +69,8 @@ void bind_isas(nb::module_& m) {
         .def_prop_ro("has_tile_unit", [](const IsaFacts& i) { return i.isa.tiles && !i.isa.tiles->are_vectors; })
         .def_prop_ro("multiplies_floats", [](const IsaFacts& i) { return i.isa.four_rows != nullptr; })
         .def_prop_ro("multiplies_int8", [](const IsaFacts& i) { return i.isa.int8 != nullptr; })
-        .def_prop_ro("multiplies_int8_residual", [](const IsaFacts& i) { return i.isa.int8_residual != nullptr; });
+        .def_prop_ro("multiplies_int8_residual", [](const IsaFacts& i) { return i.isa.int8_residual != nullptr; })
+        .def_prop_ro("multiplies_int16", [](const IsaFacts& i) { return i.isa.int16 != nullptr; });
     m.def("isas", &isas);
     m.def("mask", &mask);
 }

@@ -65,6 +65,22 @@ inline void store_as_bytes(int8_t* p, I a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
 }
 
+// Vectors of 16-bit integers: of the even bytes of codes that are not negative, of the odd ones, of bytes from memory.
+inline I every_short(int a) { return {_mm256_set1_epi16(static_cast<short>(a))}; }
+inline I even_bytes(I a) { return {_mm256_and_si256(a.v, _mm256_set1_epi16(255))}; }
+inline I odd_bytes(I a) { return {_mm256_srli_epi16(a.v, 8)}; }
+inline I load_as_shorts(const uint8_t* p) { return {_mm256_cvtepi8_epi16(sixteen_bytes(p))}; }
+// gcc 12 would otherwise make all products first and keep them in memory.
+inline I plus(I sum, I product) {
+    __asm__("vpaddd %1, %0, %0" : "+x"(sum.v) : "x"(product.v));
+    return sum;
+}
+inline I times(I a, I b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+inline void store_as_shorts(int16_t* p, I a) {
+    const __m128i eight = _mm_packs_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), eight);
+}
+
 #if defined(MOESTRO_VNNI_256)
 constexpr int kInt8Offset = 128;
 inline I int8_codes(I a) { return a ^ every_byte(0x80); }
@@ -78,7 +94,7 @@ constexpr int kInt8Offset = 0;
 inline I int8_codes(I a) { return a; }
 inline I dot4(I acc, I codes, I bytes) {
     const __m256i pairs = _mm256_maddubs_epi16(codes.v, bytes.v);
-    return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+    return plus(acc, {_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))});
 }
 // |weight| times the row's byte with the weight's sign: two such products fit 16 bits.
 inline I dot4_int8(I acc, I codes, I bytes) {

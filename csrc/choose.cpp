@@ -15,6 +15,13 @@ constexpr int64_t kLinearWorkspaceBytes = 64 << 20;
 
 int64_t given(int64_t measured, int64_t otherwise) { return measured ? measured : otherwise; }
 
+// Token rows of a block from which on weights are decoded once for all of them. Where there are other kernels for many
+// rows, what was measured is about those.
+int64_t fewest_decoded(const Case& c) {
+    const bool others = c.isa.eight_rows || c.isa.tiles;
+    return given(others ? 0 : c.wide_rows, c.isa.direct_tokens + 1);
+}
+
 struct Rule {
     Kernel kernel;
     const char* name;
@@ -40,6 +47,8 @@ const Rule kRules[kNumKernels] = {
              "tokens of 16 bits and both projections stored as integers, unless PyTorch is deterministic "
              "(avx512-vnni, avx512-bf16, amx, avx2-vnni, neon-dotprod, neon-i8mm)");
      }},
+    {Kernel::int16_dots, "int16 dots", [](const Case& c) { return c.input == Input::int16; },
+     [] { return std::string("the same on avx2, which has no products of bytes"); }},
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
      [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16, neon-i8mm)"); }},
     {Kernel::eight_row_dots, "eight-row dots",
@@ -58,8 +67,12 @@ const Rule kRules[kNumKernels] = {
              "deterministic");
      }},
     {Kernel::direct_dots, "direct dots",
-     [](const Case& c) { return c.weights.element == Element::f32 || c.rows <= c.isa.direct_tokens; },
-     [] { return std::string("float32 weights, or at most `direct_tokens` rows of a block"); }},
+     [](const Case& c) { return c.weights.element == Element::f32 || c.rows < fewest_decoded(c); },
+     [] {
+         return std::string(
+             "float32 weights, or at most `direct_tokens` rows of a block; on sets that have no lines above for many "
+             "rows, avx2 say, fewer than was measured");
+     }},
     {Kernel::decoded_dots, "decoded dots", [](const Case&) { return true; },
      [] { return std::string("everything else"); }},
 };
@@ -99,6 +112,12 @@ bool takes_int8(const Projection& p) {
     return is_integer(p.element) && one_scale_a_row && p.columns <= kMostInt8Columns;
 }
 
+// What rows of 16 bits become where integers can stand for them.
+Input input_of_integers(const Isa& isa, bool can) {
+    if (can && isa.int8_residual) return Input::int8_residual;
+    return can && isa.int16 ? Input::int16 : Input::floats;
+}
+
 }  // namespace
 
 Kernel choose(const Case& asked) {
@@ -109,15 +128,14 @@ Kernel choose(const Case& asked) {
 
 Input input_of(const Isa& isa, const LinearCall& call) {
     if (isa.bfloat16 && is_bfloat16(call.x, call.weights)) return Input::bfloat16;
-    const bool can = call.x.dtype != Element::f32 && takes_int8(call.weights);
-    return can && !call.same_bits && isa.int8_residual ? Input::int8_residual : Input::floats;
+    return input_of_integers(isa, call.x.dtype != Element::f32 && takes_int8(call.weights) && !call.same_bits);
 }
 
 Input input_of(const Isa& isa, const Call& call) {
     if (call.int8_input) return Input::int8;
     if (isa.bfloat16 && is_bfloat16(call.x, call.gate_up) && is_bfloat16(call.x, call.down)) return Input::bfloat16;
     const bool can = call.x.dtype != Element::f32 && takes_int8(call.gate_up) && takes_int8(call.down);
-    return can && !call.same_bits && isa.int8_residual ? Input::int8_residual : Input::floats;
+    return input_of_integers(isa, can && !call.same_bits);
 }
 
 const RowOps* row_ops(const Isa& isa, Input input) {
@@ -125,6 +143,7 @@ const RowOps* row_ops(const Isa& isa, Input input) {
         case Input::bfloat16: return isa.bfloat16;
         case Input::int8: return isa.int8;
         case Input::int8_residual: return isa.int8_residual;
+        case Input::int16: return isa.int16;
         default: return nullptr;
     }
 }

@@ -9,20 +9,21 @@
 namespace moestro {
 
 // How rows of tokens meet weights.
-enum class Input : int { floats, bfloat16, int8, int8_residual };
+enum class Input : int { floats, bfloat16, int8, int8_residual, int16 };
 
 enum class Kernel : int {
     bfloat16_tiles,
     int8_tiles,
     int8_dots,
     int8_residual_dots,
+    int16_dots,
     bfloat16_dots,
     eight_row_dots,
     group_scaled_dots,
     direct_dots,
     decoded_dots,
 };
-constexpr int kNumKernels = 9;
+constexpr int kNumKernels = 10;
 
 // The products of one matrix of weights with a block of token rows.
 struct Case {

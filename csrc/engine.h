@@ -219,7 +219,8 @@ struct Isa {
     const RowOps* bfloat16 = nullptr;  // for rows of bfloat16
     const RowOps* int8 = nullptr;      // for rows of int8
     const RowOps* int8_residual =
-        nullptr;  // for rows of 16 bits and weights that are integers: two rows of int8 for each
+        nullptr;                    // for rows of 16 bits and weights that are integers: two rows of int8 for each
+    const RowOps* int16 = nullptr;  // likewise: integers of 16 bits
 
     bool runs_here() const { return lacking(needs) == 0; }
 };

@@ -7,35 +7,22 @@
 
 namespace MOESTRO_ISA {
 
-constexpr float kSmallestScale = 1.17549435e-38f;  // a normal number
-
 // One of the two; behind both stands what is left of the row meanwhile.
-static int64_t residual_step(Element e, int64_t columns) { return round_up(int8_row_floats(e, columns), 16); }
+static int64_t residual_step(Element e, int64_t columns) {
+    return round_up(integer_row_floats<OfBytes>(e, columns), 16);
+}
 static int64_t residual_floats(Element e, int64_t columns) {
     return 2 * residual_step(e, columns) + round_up(columns, W);
-}
-
-// Whether a row is all but its largest values to 8 bits, or none: more than half of what is not zero is zero to the
-// first.
-static bool is_uneven(const float* from, int64_t n, float scale) {
-    const float half = 0.5f * scale;
-    int64_t small = 0, all = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const float size = from[i] < 0.0f ? -from[i] : from[i];
-        all += size > 0.0f;
-        small += size > 0.0f && size < half;
-    }
-    return 2 * small > all || (scale == 0.0f && all);
 }
 
 // False, and nothing is written, for a row that is uneven, subnormal or not finite.
 static bool quantize_residual_row(Element weights, int64_t columns, int64_t group_columns, const float* from,
                                   float* to) {
     const int64_t step = residual_step(weights, columns);
-    const float s = scale_of(from, columns);
-    if ((s != 0.0f && !(s >= kSmallestScale)) || is_uneven(from, columns, s)) return false;
-    quantize_row(weights, columns, group_columns, from, to);
+    if (!holds_16_bits(from, columns, OfBytes::kMost)) return false;
+    quantize_row<OfBytes>(weights, columns, group_columns, from, to);
     float* left = to + 2 * step;
+    const float s = scale_of_row(to);
     const F scale = set1(s), minus = set1(-s);
     for (int64_t i = 0; i < columns; i += W) {
         F v = zero();
@@ -47,7 +34,7 @@ static bool quantize_residual_row(Element weights, int64_t columns, int64_t grou
         }
         store(left + i, v);
     }
-    return quantize_row(weights, columns, group_columns, left, to + step);
+    return quantize_row<OfBytes>(weights, columns, group_columns, left, to + step);
 }
 
 template <auto Int8Rows>

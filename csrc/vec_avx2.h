@@ -9,8 +9,8 @@
 namespace MOESTRO_ISA {
 
 constexpr int W = 8;
-constexpr int kRegisterTokens = 2;  // 4 * 2 sums, 4 weights and a token in 16 registers
-constexpr int kDirectTokens = 2;
+constexpr int kRegisterTokens = 3;  // 4 * 3 sums, a token and three of weights in 16 registers
+constexpr int kDirectTokens = 3;
 
 struct F {
     __m256 v;

@@ -8,8 +8,8 @@
 namespace MOESTRO_ISA {
 
 constexpr int W = 4;
-constexpr int kRegisterTokens = 2;
-constexpr int kDirectTokens = 2;
+constexpr int kRegisterTokens = 3;
+constexpr int kDirectTokens = 3;
 
 // Vectors of the compiler: gcc and clang know their arithmetic, and choose by lanes with `mask ? a : b`.
 template <class Lane> struct VectorOf;

@@ -1,6 +1,7 @@
 #define MOESTRO_ISA moestro_avx2
 #include "../bytes_avx2.h"
 #include "../epilogue.h"
+#include "../int16.h"
 #include "../int8.h"
 
 namespace MOESTRO_ISA {
@@ -10,6 +11,7 @@ constexpr moestro::Isa make_isa() {
     moestro::Isa isa = basic_isa("avx2", moestro::all_of({Feature::avx2, Feature::fma, Feature::f16c}));
     isa.four_rows = four_rows;
     isa.int8 = &kInt8;
+    isa.int16 = &kInt16;
     return isa;
 }
 

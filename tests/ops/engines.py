@@ -75,26 +75,27 @@ def check_tiles(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, s
 def check(isa: Isa, x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
     """`run` against the reference in float64, as close as float32 sums are; 16 bits are rounded to last.
 
-    Where rows of 16 bits become two rows of integers, they are nearly so.
+    Where rows of 16 bits become integers, they are nearly so.
     """
     wide = run(isa, x.float(), routing, weights, strategy)
     assert_close(wide, reference.expert_mlp(x.double(), routing, weights), torch.float32)
     y = wide if x.dtype == torch.float32 else run(isa, x, routing, weights, strategy)
-    if takes_int8_residual(isa, x, weights):
+    if takes_integers(isa, x, weights):
         assert_close(y, wide, x.dtype)
     else:
         assert bit_equal(y, wide.to(x.dtype))
     return y
 
 
-def takes_int8_residual(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether rows of x that stand in no tile become two rows of 8-bit integers."""
+def takes_integers(isa: Isa, x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether rows of x that stand in no tile become two rows of 8-bit integers, or one of 16-bit ones."""
     elements = {weights.gate_up.format.element, weights.down.format.element}
     columns = max(weights.hidden_size, weights.intermediate_size)
     if x.dtype == torch.float32 or weights.input_format != "float" or torch.are_deterministic_algorithms_enabled():
         return False
     integers = elements <= set(native.INTEGERS)
-    return isa.multiplies_int8_residual and integers and columns <= native.LIMITS["most_int8_columns"]
+    multiplies = isa.multiplies_int8_residual or isa.multiplies_int16
+    return multiplies and integers and columns <= native.LIMITS["most_int8_columns"]
 
 
 @functools.cache

@@ -86,8 +86,9 @@ def test_the_kernels_foreseen_are_those_that_run():
         with moestro.use(implementation=f"cpu-{isa.name}"):
             found = moestro.explain(projection, x, weight)
         assert sum(use.rows for use in found.kernels) == rows
-        residual = any("residual" in use.kernel for use in found.kernels)
-        assert not residual or (isa.multiplies_int8_residual and form == "int8")
+        kernels = {use.kernel for use in found.kernels}
+        assert "int8 residual dots" not in kernels or (isa.multiplies_int8_residual and form == "int8")
+        assert "int16 dots" not in kernels or (isa.multiplies_int16 and form == "int8")
 
 
 def test_gradients_of_the_rows():

@@ -32,6 +32,7 @@ class Isa:
         multiplies_floats: whether it multiplies rows of floats, bfloat16 ones or all.
         multiplies_int8: whether it multiplies an int8 input.
         multiplies_int8_residual: whether a row of 16 bits meets weights that are integers as int8 and an int8 residual.
+        multiplies_int16: whether it meets them as integers of 16 bits.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Isa:
     multiplies_floats: bool = False
     multiplies_int8: bool = False
     multiplies_int8_residual: bool = False
+    multiplies_int16: bool = False
 
     @property
     def runs_here(self) -> bool:
