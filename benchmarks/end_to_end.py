@@ -412,7 +412,7 @@ def run(options: argparse.Namespace) -> int:
         conclude(rows, jobs, bandwidth, right)
     about = {
         "date": str(datetime.date.today()),
-        "command": " ".join(["python benchmarks/end_to_end.py", *sys.argv[1:]]),
+        "command": command(options, sys.argv[1:]),
         "machine": {**machine.describe(), "device": "cpu"},
         "versions": {**versions(), **_peers()},
         "model": {**asdict(model), "folder": options.folder.name},
@@ -427,6 +427,16 @@ def run(options: argparse.Namespace) -> int:
     target.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     print(target.read_text())
     return 1 if any(row.status in ("failed", "wrong output") for row in rows) else 0
+
+
+def command(options: argparse.Namespace, arguments: list[str]) -> str:
+    """The command without this machine's folders: another machine has its own."""
+    kept = [*arguments]
+    for name in ("--work", "--results"):
+        if name in kept:
+            del kept[kept.index(name) : kept.index(name) + 2]
+    names = {str(options.folder): "FOLDER", str(options.plain): "BF16_FOLDER"}
+    return " ".join(["python benchmarks/end_to_end.py", *(names.get(each, each) for each in kept)])
 
 
 def _place_of(row: Row, options: argparse.Namespace, scratch: Path) -> Path:

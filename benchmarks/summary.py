@@ -20,7 +20,8 @@ LAYERS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral")
 TOKENS = (1, 16, 128, 512, 2048)
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 OTHER_THREADS = ("ggml-", "ort-")
-"""Peers with threads of their own, which in one process with PyTorch's sleep through part of a short call."""
+"""Peers with threads of their own, which in these results shared a process with PyTorch's and slept through part of a
+short call."""
 SHORT = 16
 """Tokens below which the times of these peers do not count."""
 

@@ -108,21 +108,22 @@ static void few(const FourRows& rows, const Scales& scales, const float* const* 
     walk_units<E, Parts, From>(
         rows, scales, true,
         [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+            for (int p = 0; p < Parts; ++p) {
+                I acc[M];
 #pragma GCC unroll 4
-            for (int t = 0; t < M; ++t) {
-                const int8_t* row = bytes[t] + block * kUnits * kVectors;
-#pragma GCC unroll 2
-                for (int p = 0; p < Parts; ++p) {
-                    I acc = start_of<Rows, E>(
+                for (int t = 0; t < M; ++t)
+                    acc[t] = start_of<Rows, E>(
                         reinterpret_cast<const int32_t*>(bytes[t] + row_bytes) + (block * Parts + p) * W, zeros[p]);
-#pragma GCC unroll 8
-                    for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i)
-#pragma GCC unroll 2
-                        for (int v = 0; v < kVectors; ++v)
-                            acc = Rows::dot(acc, Rows::vector_of(codes[i], v),
-                                            load_bytes(row + (i * kVectors + v) * kVectorBytes));
-                    sum[r][t] = fma(to_floats(acc), s[p], sum[r][t]);
+#pragma GCC unroll 16
+                for (int i = p * kVectors * 8 / Parts; i < (p + 1) * kVectors * 8 / Parts; ++i) {
+                    const I w = Rows::vector_of(codes[i / kVectors], i % kVectors);
+                    const int64_t at = (block * 8 * kVectors + i) * kVectorBytes;
+#pragma GCC unroll 4
+                    for (int t = 0; t < M; ++t) acc[t] = Rows::dot(acc[t], w, load_bytes(bytes[t] + at));
                 }
+#pragma GCC unroll 4
+                for (int t = 0; t < M; ++t) sum[r][t] = fma(to_floats(acc[t]), s[p], sum[r][t]);
             }
         });
 #pragma GCC unroll 4

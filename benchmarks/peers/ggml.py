@@ -1,8 +1,8 @@
-"""llama.cpp's kernels: ggml's own graph of one layer, on weights in its formats.
+"""llama.cpp's kernels: ggml's own graph of one layer, on weights in its formats, in a process of its own.
 
 The graph is what llama.cpp builds for routed experts: one `mul_mat_id` for gate and up, the activation, one for down,
 the products with the routing weights, and sums over slots. x and the sum are float32, as they are there. ggml's threads
-are its own; they sleep while others are timed, and are woken before the clock starts.
+are its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,10 +19,9 @@ from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import UnsupportedError, unsupported
 from moestro.types import GPT_OSS_SWIGLU, Routing
-from peers import installed
+from peers import installed, worker
 from peers.bounds import QUANTISED
 from peers.ggml_library import LIBRARIES, TYPES, Engine, engine, library
-from peers.teams import settle, wake_torch
 
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 REPACKED = {"q4_0": 4.5, "q4_K": 4.5, "mxfp4": 4.25}
@@ -47,7 +45,7 @@ class _Weights:
     """A layer's weights in a type, in ggml's memory."""
 
     def __init__(self, layer: Layer, kind: str, repack: bool) -> None:
-        self.layer, self.engine = layer, engine(torch.get_num_threads())
+        self.spec, self.engine = layer.spec, engine(torch.get_num_threads())
         lib, spec, e = self.engine.library, layer.spec, layer.num_experts
         h, i = spec.hidden_size, spec.intermediate_size
         buffer_type = lib.backend_get_default_buffer_type(self.engine.backend)
@@ -60,8 +58,8 @@ class _Weights:
             if buffer_type is None:
                 raise _refused(kind, "a ggml that repacks")
         self.buffers = [lib.backend_alloc_ctx_tensors_from_buft(self.context, buffer_type)]
-        for tensor, encoded in zip(self.matrices, _encoded(layer, kind, last=repack), strict=True):
-            _put(self.engine, tensor, encoded)
+        for tensor, weight in zip(self.matrices, _separated(layer), strict=True):
+            _put(self.engine, tensor, _encode(weight, kind))
         self.biases: list[int] = []
         if spec.bias:
             self._bias_context = lib.context(2)
@@ -88,7 +86,7 @@ class _Weights:
         """The graph for so many tokens, made once; its buffers hold one call's numbers."""
         if num_tokens not in self.graphs:
             lib = self.engine.library
-            context = lib.context(32 + 4 * self.layer.spec.top_k)
+            context = lib.context(32 + 4 * self.spec.top_k)
             graph = self._build(context, num_tokens)
             allocator = lib.gallocr_new(lib.backend_get_default_buffer_type(self.engine.backend))
             if not lib.gallocr_alloc_graph(allocator, graph.graph):
@@ -97,7 +95,7 @@ class _Weights:
         return self.graphs[num_tokens][2]
 
     def _build(self, context: int, t: int) -> _Graph:
-        lib, spec = self.engine.library, self.layer.spec
+        lib, spec = self.engine.library, self.spec
         h, i, k = spec.hidden_size, spec.intermediate_size, spec.top_k
         x = lib.new_tensor_3d(context, TYPES["f32"], h, 1, t)
         ids = lib.new_tensor_2d(context, 26, k, t)  # int32
@@ -130,7 +128,7 @@ class _Weights:
 
 
 class _Run:
-    """One call of the layer, which times ggml's computation and nothing else."""
+    """One call of the layer, which times ggml's computation and nothing else: inputs are in place before."""
 
     def __init__(self, weights: _Weights, x: Tensor, routing: Routing) -> None:
         self.weights = weights
@@ -148,7 +146,7 @@ class _Run:
         return out
 
     def seconds(self) -> float:
-        """Those of the graph: inputs are in place, and the threads awake, before the clock starts.
+        """Those of the graph.
 
         Raises:
             UnsupportedError: ggml could not compute it.
@@ -156,13 +154,9 @@ class _Run:
         graph, found = self.weights.graph(len(self.inputs[0])), self.weights.engine
         for tensor, value in zip((graph.x, graph.ids, graph.weights), self.inputs, strict=True):
             _put(found, tensor, value)
-        settle()
-        found.library.threadpool_resume(found.pool)
         start = time.perf_counter()
         status = found.library.backend_graph_compute(found.backend, graph.graph)
         seconds = time.perf_counter() - start
-        found.library.threadpool_pause(found.pool)
-        wake_torch()
         if status != 0:
             raise _refused(f"status {status}", "a graph that ggml computes")
         return seconds
@@ -174,20 +168,6 @@ def _refused(got: str, needs: str) -> UnsupportedError:
 
 def _put(found: Engine, tensor: int, value: Tensor) -> None:
     found.library.backend_tensor_set(tensor, value.data_ptr(), 0, value.numel() * value.element_size())
-
-
-_KEPT: WeakKeyDictionary[Layer, dict[str, list[Tensor]]] = WeakKeyDictionary()
-
-
-def _encoded(layer: Layer, kind: str, last: bool) -> list[Tensor]:
-    """Both projections in one of ggml's types. What another peer repacks is kept for it, which asks last."""
-    kept = _KEPT.setdefault(layer, {})
-    found = kept.get(kind) or [_encode(weight, kind) for weight in _separated(layer)]
-    if last:
-        kept.pop(kind, None)
-    elif kind in REPACKED:
-        kept[kind] = found
-    return found
 
 
 def _separated(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -252,13 +232,15 @@ def _absent() -> str | None:
 def _variant(kind: str, numbers: Numbers, repack: bool = False) -> Variant:
     name = f"ggml-{kind}{'-repacked' if repack else ''}"
     arguments = (kind, repack)
-    return Variant(name, partial(_refuses, *arguments), partial(_prepare, *arguments), cost, "cpu", numbers, _absent)
+    prepare = partial(worker.prepare, partial(_prepare, *arguments))
+    return Variant(name, partial(_refuses, *arguments), prepare, cost, "cpu", numbers, _absent)
 
 
 def _numbers(kind: str, bits: int, stored: float) -> Numbers:
+    prepared = stored + worker.LAYER_BITS
     if kind in _DENSE:
-        return Numbers(kind, bits, stored, bits_to_prepare=stored)
-    return Numbers(kind, bits, stored, bound=QUANTISED[bits], products="int8", bits_to_prepare=stored)
+        return Numbers(kind, bits, stored, bits_to_prepare=prepared)
+    return Numbers(kind, bits, stored, bound=QUANTISED[bits], products="int8", bits_to_prepare=prepared)
 
 
 GGML = (

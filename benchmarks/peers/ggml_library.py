@@ -86,8 +86,6 @@ _CPU: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_cpu_set_threadpool": (None, (_P, _P)),
     "ggml_threadpool_new": (_P, (ctypes.POINTER(PoolParams),)),
     "ggml_threadpool_free": (None, (_P,)),
-    "ggml_threadpool_pause": (None, (_P,)),
-    "ggml_threadpool_resume": (None, (_P,)),
     "ggml_cpu_has_avx2": (_INT, ()),
 }
 
@@ -138,7 +136,6 @@ class Engine:
         self.backend = library.backend_cpu_init()
         library.backend_cpu_set_n_threads(self.backend, threads)
         library.backend_cpu_set_threadpool(self.backend, self.pool)
-        library.threadpool_pause(self.pool)
 
 
 @cache

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
-from moestro.bench.peers.variant import Numbers, Variant, cost
-from moestro.types import SWIGLU
+from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
+from moestro.types import SWIGLU, Routing
 from peers import installed, worker
 from peers.bounds import INT4_ROWS, QUANTISED
 
@@ -80,9 +80,10 @@ class _Layer:
         self.infer.submit(task)
         self.infer.sync()
 
-    def bind(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> worker.Compute:
+    def bind(self, x: Tensor, routing: Routing) -> Call:
         """The computation of one set of inputs."""
-        rows, ids, weights = x.bfloat16().contiguous(), expert_ids.long().contiguous(), routing_weights.contiguous()
+        rows, ids = x.bfloat16().contiguous(), routing.expert_ids.long().contiguous()
+        weights = routing.routing_weights.contiguous()
         out, count = torch.empty_like(rows), torch.tensor([len(rows)], dtype=torch.int32)
 
         def compute() -> Tensor:
@@ -93,19 +94,8 @@ class _Layer:
         return compute
 
 
-def open_bf16(layer: Layer) -> Any:
-    """Of a process: the layer in bfloat16."""
-    return _Layer("bf16", layer).bind
-
-
-def open_int8(layer: Layer) -> Any:
-    """Of a process: the layer in int8, a scale a row."""
-    return _Layer("int8", layer).bind
-
-
-def open_int4(layer: Layer) -> Any:
-    """Of a process: the layer in int4, a scale a row."""
-    return _Layer("int4", layer).bind
+def _open(kind: str, layer: Layer) -> Bind:
+    return _Layer(kind, layer).bind
 
 
 def _refuses(kind: str, spec: LayerSpec, dtype: torch.dtype) -> str | None:
@@ -119,7 +109,7 @@ def _refuses(kind: str, spec: LayerSpec, dtype: torch.dtype) -> str | None:
 
 
 def _variant(kind: str, numbers: Numbers) -> Variant:
-    prepare = partial(worker.prepare, f"{__name__}:open_{kind}")
+    prepare = partial(worker.prepare, partial(_open, kind))
     return Variant(f"kt-{kind}", partial(_refuses, kind), prepare, cost, "cpu", numbers, _absent)
 
 

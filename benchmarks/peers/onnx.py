@@ -1,7 +1,7 @@
 """ONNX Runtime's fused layer: a graph of the one node `MoE` or `QMoE` of its CPU provider.
 
 It routes by itself, so it is given logits whose softmax over the chosen experts are the routing weights; their sum,
-which it divides by, is multiplied to its output. Its threads are its own and spin only inside of a call.
+which it divides by, is multiplied to its output. Its threads are its own, and so is its process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.errors import unsupported
 from moestro.types import GPT_OSS_SWIGLU, Routing
-from peers import installed
+from peers import installed, worker
 from peers.bounds import QUANTISED
-from peers.teams import settle, wake_torch
 
 _NOT_CHOSEN = -6e4
 """A logit that float16 holds and whose exponential is 0."""
+
+_BITS = 32 + worker.LAYER_BITS
+"""Of a weight in the process while it prepares: the layer, and a projection in float32."""
 
 _FOLDER = "python"
 _NEEDS = "a graph that this ONNX Runtime can run"
@@ -120,7 +122,6 @@ class _Session:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        options.add_session_config_entry("session.force_spinning_stop", "1")
         values = [runtime.OrtValue.ortvalue_from_numpy(t.numpy()) for t in tensors if t is not None]
         options.add_external_initializers([name for name in names if name], values)
         self.values = values  # what the session reads
@@ -152,11 +153,9 @@ class _Run:
         return self._run()[0]
 
     def _run(self) -> tuple[float, Tensor]:
-        settle()
         start = time.perf_counter()
         [found] = self.session.session.run(None, self.feeds)
         seconds = time.perf_counter() - start
-        wake_torch()
         return seconds, torch.from_numpy(found)
 
 
@@ -182,16 +181,17 @@ def _absent() -> str | None:
 
 
 def _variant(name: str, stored: _Stored, numbers: Numbers) -> Variant:
-    return Variant(name, partial(_refuses, stored), partial(_prepare, stored), cost, "cpu", numbers, _absent)
+    prepare = partial(worker.prepare, partial(_prepare, stored))
+    return Variant(name, partial(_refuses, stored), prepare, cost, "cpu", numbers, _absent)
 
 
 def _quantised(bits: int, group: int) -> Variant:
-    numbers = Numbers(f"int{bits}-g{group}", bits, bits + 32 / group, bound=QUANTISED[bits], bits_to_prepare=32)
+    numbers = Numbers(f"int{bits}-g{group}", bits, bits + 32 / group, bound=QUANTISED[bits], bits_to_prepare=_BITS)
     return _variant(f"ort-int{bits}-g{group}", _Stored(torch.float32, bits, group), numbers)
 
 
 ONNX = (
-    _variant("ort-f32", _Stored(torch.float32), Numbers("float32", 32, 32, bits_to_prepare=32)),
-    _variant("ort-f16", _Stored(torch.float16), Numbers("float16", 16, 16, bits_to_prepare=32)),
+    _variant("ort-f32", _Stored(torch.float32), Numbers("float32", 32, 32, bits_to_prepare=_BITS)),
+    _variant("ort-f16", _Stored(torch.float16), Numbers("float16", 16, 16, bits_to_prepare=_BITS)),
     *(_quantised(bits, group) for bits in (8, 4) for group in (32, 128)),
 )

@@ -1,7 +1,7 @@
 """A peer in a process of its own, which is stopped while others are timed.
 
-For kernels whose threads spin when there is nothing to do, or that bring a second OpenMP. The process makes the layer
-itself, from the same seed, and counts the seconds of its own computation only.
+For kernels with threads of their own: beside PyTorch's they would be asleep when they are timed, or turn while others
+are. The process makes the layer itself, from the same seed, and counts the seconds of its own computation only.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ from torch import Tensor
 
 from moestro.bench.layers import Layer, LayerSpec, make_layer
 from moestro.bench.peers.variant import Bind, Call
+from moestro.bench.timing import wall_clock
 from moestro.errors import unsupported
 from moestro.types import Routing
 from peers.teams import settle, wake_torch
 
-Compute = Callable[[], Tensor]
-Open = Callable[[Layer], Callable[[Tensor, Tensor, Tensor], Compute]]
-"""Maps a layer to a function (x, expert_ids, routing_weights) -> computation; named as "module:name"."""
+Open = Callable[[Layer], Bind]
+"""What a `Variant` prepares, there: a function of a module, or a `functools.partial` of one."""
+
+LAYER_BITS = 32.0
+"""Of a weight of the layer that a process makes, at most."""
 
 WAKE_SECONDS = 0.005
+WARM_SECONDS = 0.1
+"""Of a call: one that takes longer does not depend on whether its threads were awake."""
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _START = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from peers.worker import serve; serve()"
 
@@ -40,7 +45,7 @@ _START = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from
 class Worker:
     """The process, seen from here."""
 
-    def __init__(self, opens: str, layer: Layer) -> None:
+    def __init__(self, opens: Open, layer: Layer) -> None:
         """Start it; it is stopped whenever nobody asks it anything.
 
         Raises:
@@ -49,7 +54,8 @@ class Worker:
         command = [sys.executable, "-c", _START]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=os.getcwd())
         self._end = weakref.finalize(self, _kill, self.process)
-        self.ask("open", opens, sys.path, torch.get_num_threads(), layer.spec, layer.dtype, layer.num_experts)
+        self.ask("look_in", sys.path)
+        self.ask("open", opens, torch.get_num_threads(), layer.spec, layer.dtype, layer.num_experts)
 
     def ask(self, *request: object) -> Any:
         """Let the process go on, answer one request, and stop again.
@@ -91,8 +97,8 @@ class _Run:
         return found
 
 
-def prepare(opens: str, layer: Layer) -> Bind:
-    """What a `Variant` prepares: `opens` names an `Open` that the process imports."""
+def prepare(opens: Open, layer: Layer) -> Bind:
+    """What a `Variant` prepares: calls that a process computes."""
     worker = Worker(opens, layer)
 
     def bind(x: Tensor, routing: Routing) -> Call:
@@ -141,25 +147,26 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
 class _Served:
     """What a process can be asked."""
 
-    def open(
-        self, opens: str, path: list[str], threads: int, spec: LayerSpec, dtype: torch.dtype, num_experts: int
-    ) -> None:
+    def look_in(self, path: list[str]) -> None:
         sys.path[:] = path
+
+    def open(self, opens: Open, threads: int, spec: LayerSpec, dtype: torch.dtype, num_experts: int) -> None:
         torch.set_num_threads(threads)
-        module, _, name = opens.partition(":")
-        found: Open = getattr(__import__(module, fromlist=[name]), name)
-        self.bind = found(make_layer(spec, dtype, num_experts))
-        self.computations: list[Compute] = []
+        self.bind = opens(make_layer(spec, dtype, num_experts))
+        self.calls: list[Call] = []
+        self.last = 0.0
 
     def inputs(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> int:
-        self.computations.append(self.bind(x, expert_ids, routing_weights))
-        return len(self.computations) - 1
+        self.calls.append(self.bind(x, Routing(expert_ids, routing_weights)))
+        return len(self.calls) - 1
 
     def output(self, number: int) -> Tensor:
-        return self.computations[number]()
+        return self.calls[number]()
 
     def seconds(self, number: int) -> float:
+        """Of a call that follows another one, as a step of decoding does; with other inputs, if there are any."""
         time.sleep(WAKE_SECONDS)  # threads that were stopped look for work again
-        start = time.perf_counter()
-        self.computations[number]()
-        return time.perf_counter() - start
+        if self.last < WARM_SECONDS:
+            self.calls[number - 1]()
+        self.last = wall_clock()(self.calls[number])
+        return self.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -227,6 +228,12 @@ def test_projections_in_eight_bits_read_less(folders: dict[str, Path]) -> None:
     plain, stored = end_to_end.plan(["moestro-projections", "moestro-projections-int8"], model, None)
     assert (plain.rest, stored.rest) == ("bfloat16", "int8")
     assert stored.bytes_per_token == pytest.approx(plain.bytes_per_token - linear / 2)
+
+
+def test_the_command_names_no_folder_of_this_machine() -> None:
+    options = argparse.Namespace(folder=Path("/a/model"), plain=None)
+    given = ["/a/model", "--work", "/b", "--prompt", "512", "--results", "/c"]
+    assert end_to_end.command(options, given) == "python benchmarks/end_to_end.py FOLDER --prompt 512"
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known_roof: object) -> None:

@@ -6,11 +6,13 @@ import gc
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import worker_peer
 from moestro.bench import Plan, Variant, make_layer, ours, run
 from moestro.bench.layers import expected_output, inputs
 from moestro.errors import UnsupportedError
@@ -28,7 +30,7 @@ def state(pid: int) -> str:
 
 def test_it_computes_and_is_stopped_otherwise_until_it_ends(tiny) -> None:
     layer = make_layer(tiny("olmoe"), torch.bfloat16, 6)
-    made = worker.Worker("worker_peer:right", layer)
+    made = worker.Worker(worker_peer.right, layer)
     pid = made.process.pid
     for num_tokens in (1, 5):
         x, routings = inputs(layer, num_tokens, count=2)
@@ -51,7 +53,7 @@ def test_it_computes_and_is_stopped_otherwise_until_it_ends(tiny) -> None:
 def test_in_a_run(tiny, known_roof) -> None:
     good = ours("auto")
     peers = tuple(
-        Variant(name, good.refuses, lambda layer, name=name: worker.prepare(f"worker_peer:{name}", layer), good.cost)
+        Variant(name, good.refuses, partial(worker.prepare, getattr(worker_peer, name)), good.cost)
         for name in ("right", "failing")
     )
     report = run(Plan((tiny("olmoe"),), (2,), (torch.float32,), (good,), peers, seconds=1e-4))

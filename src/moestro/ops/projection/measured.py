@@ -14,6 +14,9 @@ from moestro.ops import measured
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are tried."""
 
+ALL = 1 << 40
+"""More rows than there are: what the engine outruns where it does so with the most that are tried."""
+
 SIZE = 2048
 """Rows and columns of the matrix that is multiplied."""
 
@@ -22,7 +25,7 @@ Multiply = Callable[[Tensor, Tensor], object]
 
 @functools.cache
 def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) -> int:
-    """The most of `STEPS` for which the engine was as fast as PyTorch's matmul; 0 if it never was.
+    """The most of `STEPS` for which the engine was as fast as PyTorch's matmul; 0 if it never was, `ALL` of the last.
 
     Args:
         isa: the instruction set's name.
@@ -31,7 +34,7 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
         engine: multiplies rows [T, K] by a matrix [N, K] with this instruction set.
     """
     name = f"cpu-{isa}: {str(dtype).removeprefix('torch.')} linear modules, {num_threads} threads, most rows"
-    known = ([0], *([rows] for rows in STEPS))
+    known = ([0], *([rows] for rows in STEPS[:-1]), [ALL])
     return int(measured.kept(name, lambda: [_search(dtype, engine)], known.__contains__)[0])
 
 
@@ -43,7 +46,7 @@ def _search(dtype: torch.dtype, engine: Multiply) -> int:
         rows = torch.full((STEPS[at], SIZE), 0.01, dtype=dtype, device="cpu")
         ahead = _is_ahead(functools.partial(engine, rows, matrix), functools.partial(F.linear, rows, matrix))
         low, high = (at, high) if ahead else (low, at)
-    return STEPS[low] if low >= 0 else 0
+    return (0, *STEPS[:-1], ALL)[low + 1]
 
 
 def _is_ahead(one: Callable[[], object], other: Callable[[], object]) -> bool:
