@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moestro.bench.layers import Layer, LayerSpec, make_layer
 from moestro.bench.peers.variant import Bind, Call
-from moestro.bench.timing import wall_clock
+from moestro.bench.timing import WARM_SECONDS, wall_clock
 from moestro.errors import unsupported
 from moestro.types import Routing
 from peers.teams import settle, wake_torch
@@ -36,8 +36,6 @@ LAYER_BITS = 32.0
 """Of a weight of the layer that a process makes, at most."""
 
 WAKE_SECONDS = 0.005
-WARM_SECONDS = 0.1
-"""Of a call: one that takes longer does not depend on whether its threads were awake."""
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _START = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from peers.worker import serve; serve()"
 

@@ -16,6 +16,8 @@ FEWEST_SLOW_SAMPLES = 3
 SLOW_ROUND_SECONDS = 20.0
 """From here on a round of all variants takes so long that `FEWEST_SLOW_SAMPLES` have to do."""
 MOST_SAMPLES = 200
+WARM_SECONDS = 0.1
+"""Of a call on a CPU: a shorter one takes longer after another variant's than after one of its own."""
 
 T = TypeVar("T")
 Call = Callable[[], object]
