@@ -48,7 +48,7 @@ const Rule kRules[kNumKernels] = {
              "(avx512-vnni, avx512-bf16, amx, avx2-vnni, neon-dotprod, neon-i8mm)");
      }},
     {Kernel::int16_dots, "int16 dots", [](const Case& c) { return c.input == Input::int16; },
-     [] { return std::string("the same on avx2, which has no products of bytes"); }},
+     [] { return std::string("the same on avx2, which has no products of bytes with sums of 32 bits"); }},
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
      [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16, neon-i8mm)"); }},
     {Kernel::eight_row_dots, "eight-row dots",

@@ -94,7 +94,7 @@ struct Call {
     bool same_bits = false;             // a token's bits do not depend on how many there are
     int64_t token_block = kTokenBlock;  // token rows that meet a range of weights before the next ones
     int64_t pieces = 0;     // that each projection of an expert is cut into, for the threads; 0: by its cost
-    int64_t wide_rows = 0;  // from which on tiles, or eight rows of weights at once, are taken; 0: see choose.cpp
+    int64_t wide_rows = 0;  // from which on the kernels for many rows are taken; 0: see choose.cpp
     int num_threads = 1;
 };
 

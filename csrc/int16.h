@@ -13,6 +13,7 @@ struct OfShorts {
     static constexpr int kOffset = 0;
     static constexpr int kTileTokens = 2, kUnitTokens = 2;
     static constexpr int64_t kMostColumns = 512 * W;  // 256 steps, each of two products of at most 128 * 32,767
+    template <int M> using Total = LanesOfRows<M>;
 
     static MOESTRO_INLINE I every(int code) { return every_short(code); }
     static MOESTRO_INLINE void store(int16_t* p, I integers) { store_as_shorts(p, integers); }

@@ -11,7 +11,8 @@ struct OfBytes {
     static constexpr int kVectors = 1;  // of a row for a vector of codes
     static constexpr int kOffset = kInt8Offset;
     static constexpr int kTileTokens = MOESTRO_ISA::kTileTokens, kUnitTokens = MOESTRO_ISA::kUnitTokens;
-    static constexpr int64_t kMostColumns = moestro::kMostInt8Columns;
+    static constexpr int64_t kMostColumns = moestro::kMostInt8Columns;  // of all lanes together
+    template <int M> using Total = SumsOfRows<M>;
 
     static MOESTRO_INLINE I every(int code) { return every_byte(code); }
     static MOESTRO_INLINE void store(int8_t* p, I integers) { store_as_bytes(p, integers); }

@@ -214,12 +214,39 @@ static void tile(const Panel& panel, const float* const* x, float* out) {
     take_scales(x, M, out);
 }
 
-// Integers all along the row: weights of a scale a row. Sums of so many columns do not leave 32 bits.
+// The lanes of sums of four rows and M tokens, kept apart where their sum may leave 32 bits.
+template <int M> struct LanesOfRows {
+    F lanes[kRows][M];
+    MOESTRO_INLINE void clear() {
+        for (int r = 0; r < kRows; ++r)
+            for (int t = 0; t < M; ++t) lanes[r][t] = zero();
+    }
+    MOESTRO_INLINE void add(const I (&acc)[kRows][M]) {
+        for (int r = 0; r < kRows; ++r)
+            for (int t = 0; t < M; ++t) lanes[r][t] = lanes[r][t] + to_floats(acc[r][t]);
+    }
+    MOESTRO_INLINE void of_token(int t, float* four) const {
+        sums(lanes[0][t], lanes[1][t], lanes[2][t], lanes[3][t], four);
+    }
+};
+template <int M> struct SumsOfRows {
+    int32_t exact[M][kRows];
+    MOESTRO_INLINE void clear() {}
+    MOESTRO_INLINE void add(const I (&acc)[kRows][M]) {
+        for (int t = 0; t < M; ++t) integer_sums(acc[0][t], acc[1][t], acc[2][t], acc[3][t], exact[t]);
+    }
+    MOESTRO_INLINE void of_token(int t, float* four) const {
+        for (int r = 0; r < kRows; ++r) four[r] = static_cast<float>(exact[t][r]);
+    }
+};
+
+// Integers all along the row: weights of a scale a row. A lane's sum of kMostColumns does not leave 32 bits.
 template <class Rows, int M>
 static void int8_dots(const FourRows& rows, const float* const* scales, const float* const* x, float* out) {
     const int8_t* bytes[M];
     for (int t = 0; t < M; ++t) bytes[t] = bytes_of_row(x[t]);
-    float total[kRows * M] = {};
+    typename Rows::template Total<M> total;
+    total.clear();
     const uint8_t* from[kRows] = {rows.data[0], rows.data[1], rows.data[2], rows.data[3]};
     alignas(64) uint8_t last[kRows][kVectorBytes];
     const int64_t columns = rows.columns, whole = columns / kVectorBytes * kVectorBytes;
@@ -249,16 +276,13 @@ static void int8_dots(const FourRows& rows, const float* const* scales, const fl
             }
             for (int r = 0; r < kRows && k == whole; ++r) from[r] = last[r] - whole;
         }
-#pragma GCC unroll 8
-        for (int t = 0; t < M; ++t) {
-            int32_t exact[kRows];
-            integer_sums(acc[0][t], acc[1][t], acc[2][t], acc[3][t], exact);
-            for (int r = 0; r < kRows; ++r) total[kRows * t + r] += static_cast<float>(exact[r]);
-        }
+        total.add(acc);
     }
     for (int t = 0; t < M; ++t) {
+        float four[kRows];
+        total.of_token(t, four);
         const float s = scale_of_row(x[t]);
-        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = total[kRows * t + r] * scales[r][0] * s;
+        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = four[r] * scales[r][0] * s;
     }
 }
 

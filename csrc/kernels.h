@@ -235,10 +235,9 @@ template <Element E> static void group_scaled_dots(const FourRows& rows, const f
                                                    const float* const* zeros, const float* const* x, int64_t m,
                                                    float* out);
 
-// Columns k to stop of four rows of floats, for M tokens: goes on with the sums in `partial`, or begins them where x
-// does, `before` columns ahead of the rows.
-template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t before, int64_t k,
-                                          int64_t stop, float* partial) {
+// Four rows of floats and M tokens: goes on with the sums in `partial`, or begins them where no columns of x are before
+// those of the rows.
+template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t before, float* partial) {
     const float *a = reinterpret_cast<const float*>(rows.data[0]), *b = reinterpret_cast<const float*>(rows.data[1]);
     const float *c = reinterpret_cast<const float*>(rows.data[2]), *d = reinterpret_cast<const float*>(rows.data[3]);
     F sum[kRows][M];
@@ -247,10 +246,12 @@ template <int M> static void partial_dots(const FourRows& rows, const float* con
     for (int t = 0; t < M; ++t) {
         token[t] = x[t] + before;
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) sum[r][t] = before + k ? load(partial + (kRows * t + r) * W) : zero();
+        for (int r = 0; r < kRows; ++r) sum[r][t] = before ? load(partial + (kRows * t + r) * W) : zero();
     }
     const auto step = [&](int64_t at, F wa, F wb, F wc, F wd)
                           __attribute__((always_inline)) { add_products(sum, token, at, wa, wb, wc, wd); };
+    const int64_t stop = rows.columns;
+    int64_t k = 0;
     for (; k + W <= stop; k += W) step(k, load(a + k), load(b + k), load(c + k), load(d + k));
     if (k < stop) {
         const auto some = [&](const float* p) {
@@ -264,7 +265,7 @@ template <int M> static void partial_dots(const FourRows& rows, const float* con
         for (int r = 0; r < kRows; ++r) store(partial + (kRows * t + r) * W, sum[r][t]);
     }
 }
-using PartialDots = void (*)(const FourRows&, const float* const*, int64_t, int64_t, int64_t, float*);
+using PartialDots = void (*)(const FourRows&, const float* const*, int64_t, float*);
 template <int M> static void fill_partial(PartialDots* table) {
     table[M] = partial_dots<M>;
     if constexpr (M > 1) fill_partial<M - 1>(table);
@@ -344,55 +345,48 @@ template <Element E>
 static FourRows piece_of(const FourRows& rows, int64_t k, int64_t n, const float** scales, const float** zeros) {
     FourRows piece = rows;
     piece.columns = n;
+    const int64_t group = rows.group_columns ? k / rows.group_columns : 0;
     for (int r = 0; r < kRows; ++r) {
         piece.data[r] += moestro::bytes_of(E, k);
         if (rows.next[0]) piece.next[r] += moestro::bytes_of(E, k);
-        if (rows.group_columns) scales[r] += k / rows.group_columns, zeros[r] += k / rows.group_columns;
+        if constexpr (moestro::has_scale(E)) scales[r] += group;
+        if constexpr (moestro::has_zeros(E)) zeros[r] += group;
     }
     return piece;
 }
 
-// Many tokens: a piece of four rows, or of `Fours` times four, is decoded into the first cache and stays there while
-// all tokens pass. A piece is all columns where a shorter one would cut a group. out[t][i] has all rows of a token.
-template <Element E, int Fours>
-static void in_pieces(const FourRows* asked, const float* const* x, int64_t m, float* out, float* scratch) {
+// Many tokens: a piece of the four rows is decoded into the first cache and stays there while all tokens pass. It is
+// all columns where a shorter one would cut a group.
+template <Element E>
+static void in_pieces(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
     PartialDots table[kRegisterTokens + 1];
     fill_partial<kRegisterTokens>(table);
-    const float *scales[Fours][kRows] = {}, *zeros[Fours][kRows] = {};
-    for (int f = 0; f < Fours; ++f) scratch = read_groups<E>(asked[f], scales[f], zeros[f], scratch);
-    const int64_t columns = asked->columns, group = asked->group_columns;
-    const int64_t most = group == 0 || kPiece % group == 0 ? kPiece : columns;
-    const int64_t panel = E == Element::f32 ? 0 : kRows * (round_up(most, kBlock) + W), sums_of_all = m * kRows * W;
-    float* const partial = scratch + Fours * panel;
-    const int64_t num_tiles = (m + kRegisterTokens - 1) / kRegisterTokens;
-    NextRows<Fours * kRows> next(asked, (columns + most - 1) / most * num_tiles);
+    const float *scales[kRows] = {}, *zeros[kRows] = {};
+    scratch = read_groups<E>(asked, scales, zeros, scratch);
+    const int64_t columns = asked.columns, group = asked.group_columns;
+    const int64_t most = columns > kPiece && (group == 0 || kPiece % group == 0) ? kPiece : columns;
+    float* const partial = scratch + (E == Element::f32 ? 0 : kRows * (round_up(most, kBlock) + W));
+    NextRows<kRows> next(&asked, (columns + most - 1) / most * ((m + kRegisterTokens - 1) / kRegisterTokens));
     for (int64_t k = 0; k < columns; k += most) {
-        FourRows rows[Fours];
-        for (int f = 0; f < Fours; ++f) {
-            const float *s[kRows], *z[kRows];
-            std::memcpy(s, scales[f], sizeof s), std::memcpy(z, zeros[f], sizeof z);
-            rows[f] = piece_of<E>(asked[f], k, k + most < columns ? most : columns - k, s, z);
-            if constexpr (E != Element::f32) decode<E>(rows[f], s, z, scratch + f * panel);
-        }
+        const float *s[kRows], *z[kRows];
+        std::memcpy(s, scales, sizeof s), std::memcpy(z, zeros, sizeof z);
+        FourRows rows = piece_of<E>(asked, k, k + most < columns ? most : columns - k, s, z);
+        if constexpr (E != Element::f32) decode<E>(rows, s, z, scratch);
         for (int64_t t = 0, n = 0; t < m; t += n) {
             n = next_tile(m - t, kRegisterTokens);
             if constexpr (E == Element::f32) next.some();
-            for (int f = 0; f < Fours; ++f)
-                table[n](rows[f], x + t, k, 0, rows[f].columns, partial + f * sums_of_all + t * kRows * W);
+            table[n](rows, x + t, k, partial + t * kRows * W);
         }
     }
-    for (int64_t t = 0; t < m; ++t)
-        for (int f = 0; f < Fours; ++f, out += kRows) {
-            const float* p = partial + f * sums_of_all + t * kRows * W;
-            sums(load(p), load(p + W), load(p + 2 * W), load(p + 3 * W), out);
-        }
+    for (const float* p = partial; m > 0; --m, p += kRows * W, out += kRows)
+        sums(load(p), load(p + W), load(p + 2 * W), load(p + 3 * W), out);
 }
 
 template <Element E>
 static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
     const bool many = m > 2 * kRegisterTokens || (m > kRegisterTokens && asked.columns > 2 * kPiece);
     if (many && asked.columns > 0 && (E == Element::f32 || asked.decoded))
-        return in_pieces<E, 1>(&asked, x, m, out, scratch);
+        return in_pieces<E>(asked, x, m, out, scratch);
     const float* scales[kRows] = {};
     const float* zeros[kRows] = {};
     scratch = read_groups<E>(asked, scales, zeros, scratch);

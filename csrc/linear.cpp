@@ -115,6 +115,7 @@ private:
         Case asked{isa_, p};
         asked.input = input_of(isa_, call_);
         asked.rows = m;
+        asked.wide_rows = call_.wide_rows;
         const Kernel kernel = choose(asked);
         asked.input = Input::floats;
         asked.rows = m - integers;

@@ -1,5 +1,5 @@
 // The scales of the units of a block of nibbles, a lane each: read into floats before a row's blocks, or as they are
-// stored, with the block. Included by int8.h.
+// stored, with the block. Included by integer_rows.h.
 #pragma once
 
 #include "kernels.h"

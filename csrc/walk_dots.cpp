@@ -49,6 +49,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     asked.input = Input::floats;
     asked.may_take_eight = false;
     asked.rows = m - block.integers;
+    if (row_ops_) asked.wide_rows = 0;  // what was measured is about rows that became integers
     const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
     const int rows = rows_at_once(kernel);
     const bool gated = &p == &call_.gate_up && call_.activation.gated;

@@ -1,7 +1,7 @@
 """Several teams of threads in one process, none of which may turn on its cores while another one is timed.
 
 OpenMP's threads look for more work for some milliseconds after a call before they sleep. A peer with threads of its own
-waits for that, is timed, puts its own threads to sleep, and has PyTorch's awake again for whoever comes next.
+waits for that, is timed in a process of its own, and has PyTorch's awake again for whoever comes next.
 """
 
 from __future__ import annotations

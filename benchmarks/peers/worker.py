@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from moestro.bench.failures import failures
 from moestro.bench.layers import Layer, LayerSpec, make_layer
 from moestro.bench.peers.variant import Bind, Call
 from moestro.bench.timing import WARM_SECONDS, wall_clock
@@ -132,11 +133,10 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
     while True:
         try:
             name, *arguments = pickle.load(requests)
+            answer = (True, getattr(served, name)(*arguments))
         except EOFError:
             return
-        try:
-            answer = (True, getattr(served, name)(*arguments))
-        except (RuntimeError, ImportError, ValueError, NotImplementedError, AttributeError) as error:
+        except failures() as error:
             answer = (False, f"{type(error).__name__}: {error}")
         pickle.dump(answer, answers)
         answers.flush()
@@ -152,7 +152,7 @@ class _Served:
         torch.set_num_threads(threads)
         self.bind = opens(make_layer(spec, dtype, num_experts))
         self.calls: list[Call] = []
-        self.last = 0.0
+        self.least = 0.0
 
     def inputs(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> int:
         self.calls.append(self.bind(x, Routing(expert_ids, routing_weights)))
@@ -164,7 +164,8 @@ class _Served:
     def seconds(self, number: int) -> float:
         """Of a call that follows another one, as a step of decoding does; with other inputs, if there are any."""
         time.sleep(WAKE_SECONDS)  # threads that were stopped look for work again
-        if self.last < WARM_SECONDS:
+        if self.least < WARM_SECONDS:
             self.calls[number - 1]()
-        self.last = wall_clock()(self.calls[number])
-        return self.last
+        found = wall_clock()(self.calls[number])
+        self.least = min(found, self.least or found)
+        return found

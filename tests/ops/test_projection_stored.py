@@ -13,6 +13,7 @@ from moestro import formats
 from moestro.errors import InvalidInputError, UnsupportedError
 from moestro.formats import encode, quantize
 from moestro.ops.projection import projection, reference
+from moestro.tolerances import relative_error
 from tolerances import assert_close, bit_equal
 
 from .engines import RUNNING, TILED
@@ -89,6 +90,34 @@ def test_the_kernels_foreseen_are_those_that_run():
         kernels = {use.kernel for use in found.kernels}
         assert "int8 residual dots" not in kernels or (isa.multiplies_int8_residual and form == "int8")
         assert "int16 dots" not in kernels or (isa.multiplies_int16 and form == "int8")
+
+
+@pytest.mark.skipif(not ENGINES, reason="there is no engine")
+@pytest.mark.parametrize("columns", [516, 517, 1024, 4096, 4100])
+def test_the_largest_sums_of_integers(columns):
+    """Rows and weights of one value each: every product has the same sign and the largest size."""
+    weight = quantize(torch.full((5, columns), 0.5), "int8")
+    for isa, value in itertools.product(ENGINES, (1.0, -1.0)):
+        x = torch.full((3, columns), value, dtype=dtypes(isa)[-1])
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            y = projection(x, weight)
+        assert relative_error(y, torch.full((3, 5), value * columns / 2)) < 0.004
+
+
+@pytest.mark.skipif(not ENGINES, reason="there is no engine")
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4-g32", "fp8-e4m3-channel"])
+def test_many_short_rows(form):
+    """As many as meet weights at once, of so few columns that sums of lanes take most of the scratch."""
+    for isa, columns in itertools.product(ENGINES, (16, 32, 64, 112, 128, 144)):
+        if form == "int4-g32" and columns % 32:
+            continue
+        x = torch.randn(96, columns).to(dtypes(isa)[-1])
+        weight = torch.randn(37, columns).bfloat16() if form == "bfloat16" else stored(form, 37, columns)
+        if form == "bfloat16" and x.dtype != torch.bfloat16:
+            continue
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            y = projection(x, weight)
+        assert_close(y, reference.projection(x, weight, None), x.dtype)
 
 
 def test_gradients_of_the_rows():

@@ -162,20 +162,20 @@ def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[s
     """
     clock = timer(point.layer, point.place.num_tokens)
     failed: dict[str, str] = {}
-    last = dict.fromkeys(bound, 0.0 if point.layer.device.type == "cpu" else WARM_SECONDS)
+    least = dict.fromkeys(bound, 0.0 if point.layer.device.type == "cpu" else WARM_SECONDS)
 
     def timed(name: str, own: list[Call], i: int) -> float:
         """0 where a call of the name has failed: its times are worth nothing."""
         if name in failed:
             return 0.0
         try:
-            if last[name] < WARM_SECONDS and not isinstance(own[i], OwnClock):
+            if least[name] < WARM_SECONDS and not isinstance(own[i], OwnClock):
                 own[i - 1]()
             seconds = clock(own[i])
         except failures() as error:
             failed[name] = sentence(error)
             return 0.0
-        last[name] = max(seconds, last[name])
+        least[name] = min(seconds, least[name] or seconds)
         return seconds
 
     calls: dict[str, list[Callable[[], float]]] = {}

@@ -22,7 +22,10 @@ MARGIN = 0.9
 
 
 def wide_rows(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> int:
-    """Rows from which on the engine takes tiles, or eight rows of weights at once; 0: its own table says."""
+    """Rows from which on the engine takes its kernels for many rows; 0: its own table says.
+
+    They are tiles, eight rows of weights at once, or, where a set has neither, weights that are decoded once.
+    """
     if not is_measured(x, weights):
         return 0
     both = (weights.gate_up, weights.down)

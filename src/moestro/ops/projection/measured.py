@@ -15,17 +15,20 @@ STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are tried."""
 
 ALL = 1 << 40
-"""More rows than there are: what the engine outruns where it does so with the most that are tried."""
+"""More rows than there are: where the engine takes at most `FAR` of PyTorch's time with the most that are tried."""
+
+FAR = 0.5
 
 SIZE = 2048
 """Rows and columns of the matrix that is multiplied."""
 
 Multiply = Callable[[Tensor, Tensor], object]
+Call = Callable[[], object]
 
 
 @functools.cache
 def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) -> int:
-    """The most of `STEPS` for which the engine was as fast as PyTorch's matmul; 0 if it never was, `ALL` of the last.
+    """The most of `STEPS` for which the engine was as fast as PyTorch's matmul; 0 if it never was, or `ALL`.
 
     Args:
         isa: the instruction set's name.
@@ -34,21 +37,27 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
         engine: multiplies rows [T, K] by a matrix [N, K] with this instruction set.
     """
     name = f"cpu-{isa}: {str(dtype).removeprefix('torch.')} linear modules, {num_threads} threads, most rows"
-    known = ([0], *([rows] for rows in STEPS[:-1]), [ALL])
+    known = ([0], *([rows] for rows in (*STEPS, ALL)))
     return int(measured.kept(name, lambda: [_search(dtype, engine)], known.__contains__)[0])
 
 
 def _search(dtype: torch.dtype, engine: Multiply) -> int:
-    matrix = torch.full((SIZE, SIZE), 0.01, dtype=dtype, device="cpu")
     low, high = -1, len(STEPS)  # the engine is ahead at low, and behind at high
     while high - low > 1:
         at = (low + high) // 2
-        rows = torch.full((STEPS[at], SIZE), 0.01, dtype=dtype, device="cpu")
-        ahead = _is_ahead(functools.partial(engine, rows, matrix), functools.partial(F.linear, rows, matrix))
+        ahead = _is_ahead(*_both(STEPS[at], dtype, engine))
         low, high = (at, high) if ahead else (low, at)
-    return (0, *STEPS[:-1], ALL)[low + 1]
+    if high == len(STEPS) and _is_ahead(*_both(STEPS[-1], dtype, engine), share=FAR):
+        return ALL
+    return STEPS[low] if low >= 0 else 0
 
 
-def _is_ahead(one: Callable[[], object], other: Callable[[], object]) -> bool:
+def _both(num_rows: int, dtype: torch.dtype, engine: Multiply) -> tuple[Call, Call]:
+    """The engine's product of so many rows, and PyTorch's."""
+    matrix, rows = (torch.full((n, SIZE), 0.01, dtype=dtype, device="cpu") for n in (SIZE, num_rows))
+    return functools.partial(engine, rows, matrix), functools.partial(F.linear, rows, matrix)
+
+
+def _is_ahead(one: Call, other: Call, share: float = 1.0) -> bool:
     mine, others = measured.fastest((one, other), 0.0)
-    return mine <= others
+    return mine <= share * others
