@@ -6,7 +6,7 @@
 
 namespace MOESTRO_ISA {
 
-struct OfShorts {
+struct RowsOfShorts {
     using Integer = int16_t;
     static constexpr float kMost = 32767.0f;
     static constexpr int kVectors = 2;
@@ -26,16 +26,16 @@ struct OfShorts {
 
 // Room for a row that stays floats too.
 static int64_t int16_row_floats(Element e, int64_t columns) {
-    const int64_t integers = integer_row_floats<OfShorts>(e, columns), floats = round_up(columns, kBlock);
+    const int64_t integers = integer_row_floats<RowsOfShorts>(e, columns), floats = round_up(columns, kBlock);
     return integers > floats ? integers : floats;
 }
 
 static bool quantize_16_bits(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
-    return holds_16_bits(from, columns, OfShorts::kMost) &&
-           quantize_row<OfShorts>(weights, columns, group_columns, from, to);
+    return holds_16_bits(from, columns, RowsOfShorts::kMost) &&
+           quantize_row<RowsOfShorts>(weights, columns, group_columns, from, to);
 }
 
-static constexpr moestro::RowOps kInt16 = {int16_row_floats, quantize_16_bits, integer_rows<OfShorts>,
-                                           integer_scratch<OfShorts>};
+static constexpr moestro::RowOps kInt16 = {int16_row_floats, quantize_16_bits, integer_rows<RowsOfShorts>,
+                                           integer_scratch<RowsOfShorts>};
 
 }  // namespace MOESTRO_ISA

@@ -5,7 +5,7 @@
 
 namespace MOESTRO_ISA {
 
-struct OfBytes {
+struct RowsOfBytes {
     using Integer = int8_t;
     static constexpr float kMost = 127.0f;
     static constexpr int kVectors = 1;  // of a row for a vector of codes
@@ -23,8 +23,9 @@ struct OfBytes {
     static MOESTRO_INLINE I times_zeros(I sums, I zeros) { return times_pairs(sums, zeros); }  // sums of 16 bits
 };
 
-static constexpr auto int8_rows = integer_rows<OfBytes>;
-static constexpr auto int8_scratch = integer_scratch<OfBytes>;
-static constexpr moestro::RowOps kInt8 = {integer_row_floats<OfBytes>, quantize_row<OfBytes>, int8_rows, int8_scratch};
+static constexpr auto int8_rows = integer_rows<RowsOfBytes>;
+static constexpr auto int8_scratch = integer_scratch<RowsOfBytes>;
+static constexpr moestro::RowOps kInt8 = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>, int8_rows,
+                                          int8_scratch};
 
 }  // namespace MOESTRO_ISA

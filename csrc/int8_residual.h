@@ -9,7 +9,7 @@ namespace MOESTRO_ISA {
 
 // One of the two; behind both stands what is left of the row meanwhile.
 static int64_t residual_step(Element e, int64_t columns) {
-    return round_up(integer_row_floats<OfBytes>(e, columns), 16);
+    return round_up(integer_row_floats<RowsOfBytes>(e, columns), 16);
 }
 static int64_t residual_floats(Element e, int64_t columns) {
     return 2 * residual_step(e, columns) + round_up(columns, W);
@@ -19,8 +19,8 @@ static int64_t residual_floats(Element e, int64_t columns) {
 static bool quantize_residual_row(Element weights, int64_t columns, int64_t group_columns, const float* from,
                                   float* to) {
     const int64_t step = residual_step(weights, columns);
-    if (!holds_16_bits(from, columns, OfBytes::kMost)) return false;
-    quantize_row<OfBytes>(weights, columns, group_columns, from, to);
+    if (!holds_16_bits(from, columns, RowsOfBytes::kMost)) return false;
+    quantize_row<RowsOfBytes>(weights, columns, group_columns, from, to);
     float* left = to + 2 * step;
     const float s = scale_of_row(to);
     const F scale = set1(s), minus = set1(-s);
@@ -34,7 +34,7 @@ static bool quantize_residual_row(Element weights, int64_t columns, int64_t grou
         }
         store(left + i, v);
     }
-    return quantize_row<OfBytes>(weights, columns, group_columns, left, to + step);
+    return quantize_row<RowsOfBytes>(weights, columns, group_columns, left, to + step);
 }
 
 template <auto Int8Rows>
