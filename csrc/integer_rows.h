@@ -1,6 +1,6 @@
 // Rows of tokens as integers of 8 or of 16 bits, each with one scale, laid out for the weights that they meet: int8
-// ones, or nibbles. Included after epilogue.h by the files of such products. `Rows` of a template is RowsOfBytes (int8.h)
-// or RowsOfShorts (int16.h): what stands in a row and how it is multiplied.
+// ones, or nibbles. Included after epilogue.h by the files of such products. `Rows` of a template is RowsOfBytes
+// (int8.h) or RowsOfShorts (int16.h): what stands in a row and how it is multiplied.
 //
 // A block of nibbles is 32 * W columns. Four vectors of stored bytes, their integers transposed in 128-bit lanes, give
 // eight vectors whose every lane holds four columns of one unit of 32; so the products of all eight leave in each lane
