@@ -1,5 +1,6 @@
-// Rows of 16 bits as integers of 16 bits, where no product of bytes has sums of 32 bits: a product of pairs of
-// integers multiplies twice as many numbers as one of floats, and its sums are exact. Off by at most 1/65,534 of a row's largest value.
+// Rows of 16 bits as integers of 16 bits, where no product of bytes has sums of 32 bits: a product of pairs of integers
+// multiplies twice as many numbers as one of floats, and its sums are exact. Off by at most 1/65,534 of a row's largest
+// value.
 #pragma once
 
 #include "integer_dots.h"
