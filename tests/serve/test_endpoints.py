@@ -18,14 +18,15 @@ from moestro.hf.text_model import TextModel, quiet_transformers
 from moestro.tolerances import LOW_PRECISION_INPUT, too_far
 
 NAME = "bundled"
-PROMPT, PENALISED_PROMPT = "def add(a, b):\n    return", "def factorial(n):"
-MESSAGES = [{"role": "user", "content": "Write a class."}]
-"""Whose likeliest tokens are ahead by more than two ways to round logits in bfloat16 differ: with a penalty, too."""
+PROMPT, MESSAGE = "# Copyright", "with open(path) as f:"
+"""Whose likeliest tokens are ahead by 0.37 and more, with a penalty, too: two ways to round logits in bfloat16 differ
+by less, and a prompt whose first tokens are in the cache is rounded in another way."""
+MESSAGES = [{"role": "user", "content": MESSAGE}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 24},
     COMPLETIONS: {"prompt": PROMPT, "max_tokens": 24},
-    RESPONSES: {"input": "Write a class.", "max_output_tokens": 24},
+    RESPONSES: {"input": MESSAGE, "max_output_tokens": 24},
 }
 
 
@@ -103,10 +104,10 @@ def test_the_openai_client(endpoint: Endpoint) -> None:
         completion = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0)
         stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0, stream=True)
         assert "".join(c.choices[0].text for c in stream) == completion.choices[0].text
-        response = client.responses.create(model=NAME, input="Write a class.", max_output_tokens=8, temperature=0)
+        response = client.responses.create(model=NAME, input=MESSAGE, max_output_tokens=8, temperature=0)
         assert response.output_text == chat.choices[0].message.content
         assert response.incomplete_details.reason == "max_output_tokens"
-        with client.responses.stream(model=NAME, input="Write a class.", max_output_tokens=8, temperature=0) as events:
+        with client.responses.stream(model=NAME, input=MESSAGE, max_output_tokens=8, temperature=0) as events:
             assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == response.output_text
         assert [model.id for model in client.models.list()] == [NAME]
         assert client.models.retrieve(NAME).id == NAME
@@ -156,12 +157,12 @@ def test_a_prompt_that_is_too_long(endpoint: Endpoint, path: str) -> None:
 def test_logprobs_are_the_models_own(endpoint: Endpoint, text_model: TextModel) -> None:
     """Not what a penalty makes of them."""
     how = {"repetition_penalty": 1.2}
-    body = {**ASKED[COMPLETIONS], **how, "prompt": PENALISED_PROMPT, "temperature": 0, "logprobs": 2}
+    body = {**ASKED[COMPLETIONS], **how, "prompt": PROMPT, "temperature": 0, "logprobs": 2}
     choice = endpoint.post(COMPLETIONS, body)[1]["choices"][0]
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"]
     assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(len(told["tokens"]))]
-    prompt = text_model.tokenizer(PENALISED_PROMPT, return_tensors="pt")
+    prompt = text_model.tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad(), quiet_transformers():
         ids = text_model.model.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0, **how)
         logits = text_model.model(ids).logits[0, prompt["input_ids"].shape[1] - 1 : -1]

@@ -30,7 +30,8 @@ from moestro.serve.step_model import StepModel
 
 PROMPTS = ([7, 8, 9], list(range(4, 60)), [11] * 17)
 COMPLETIONS = "/v1/completions"
-ASKED = [{"prompt": text, "max_tokens": 12, "temperature": 0} for text in ("def add(a, b):", "class A:", "import os")]
+TEXTS = ("def test_add(self):", "logging.getLogger(", "# Copyright")
+ASKED = [{"prompt": text, "max_tokens": 12, "temperature": 0} for text in TEXTS]
 
 
 @pytest.fixture(autouse=True)
