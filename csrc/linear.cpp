@@ -17,7 +17,6 @@ namespace moestro {
 namespace {
 
 constexpr int64_t kBlock = kTokenBlock;  // token rows that meet a range of weights before the next ones
-constexpr int64_t kSegment = 64;         // outputs that are written at a time
 constexpr int64_t kSmallCall = 1 << 15;  // values of x that are not worth a team of threads
 
 class Linear : public Workspace<Linear> {
@@ -74,7 +73,7 @@ private:
     }
 
     void take_ranges() {
-        const int64_t sums = 4 * kBlock, segment = kBlock * kSegment;
+        const int64_t sums = 4 * kBlock, segment = kBlock * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
         const int64_t panel = round_up(std::max({scratch_floats(layout_.padded, kBlock), of_tiles, of_rows}), 16);
@@ -85,10 +84,10 @@ private:
         if (tiled_) isa_.tiles->begin();
         Reader reader(queue_);
         while (const Range* range = reader.take())
-            for (int64_t i = range->first; i < range->last; i += kSegment)
+            for (int64_t i = range->first; i < range->last; i += kChunk)
                 for (int64_t t = 0; t < n_; t += kBlock) {
                     Part part = memory;
-                    part.first_row = i, part.last_row = std::min(i + kSegment, range->last);
+                    part.first_row = i, part.last_row = std::min(i + kChunk, range->last);
                     part.first_token = t, part.num_tokens = std::min(kBlock, n_ - t);
                     reader.last_pass = t + kBlock >= n_;
                     reader.counts = counted && i == 0;
@@ -122,23 +121,29 @@ private:
         const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
         if (reader.counts && integers > 0) count(Stage::linear, kernel);
         if (reader.counts && integers < m) count(Stage::linear, float_kernel);
+        const int64_t ahead = 4 * steps_ahead(p.row_bytes(), 4);
         for (int64_t at = part.first_row; at < part.last_row; at += 4) {
-            ReadRow four[4] = {};
-            for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(at + j, part.last_row - 1);
+            ReadRow four[4], next[4];
+            rows_of_step(*reader.range, at, four);
             FourRows rows;
             take_rows(rows, p, 0, four);
             rows.decoded = float_kernel == Kernel::decoded_dots;
-            if (int64_t then = at; reader.ahead(then, 4)) {
-                for (int64_t j = 0; j < 4; ++j) four[j].row = std::min(then + j, p.rows - 1);
-                follow(rows, p, 0, four);
+            int64_t then = at;
+            if (const Range* range = reader.ahead(then, ahead)) {
+                rows_of_step(*range, then, next);
+                follow(rows, p, 0, next);
             }
             if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
             if (integers < m) isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
-            float* out = part.out + at - part.first_row;
-            for (int64_t r = 0; r < m; ++r)
-                for (int64_t j = 0; j < std::min<int64_t>(4, part.last_row - at); ++j)
-                    out[row_of[r] * kSegment + j] = part.sums[4 * r + j];
+            for (int64_t j = 0; j < 4; ++j)
+                for (int64_t r = 0; four[j].counts && r < m; ++r)
+                    part.out[row_of[r] * kChunk + four[j].column] = part.sums[4 * r + j];
         }
+    }
+
+    static void rows_of_step(const Range& range, int64_t i, ReadRow* at) {
+        const int64_t first = first_of_chunk(range.first, i);
+        interleave<4>({first, std::min(kChunk, range.last - first), false, 0}, i - first, at);
     }
 
     void tiled(Reader& reader, const Part& part) const {
@@ -150,7 +155,7 @@ private:
             const auto left = static_cast<int>(part.last_row - at);
             const int count[2] = {std::min(left, 16), std::clamp(left - 16, 0, 16)};
             float* out = part.out + at - part.first_row;
-            for (int64_t r = 0; r < tiles * 16; ++r) y[r] = r < m ? out + r * kSegment : nullptr;
+            for (int64_t r = 0; r < tiles * 16; ++r) y[r] = r < m ? out + r * kChunk : nullptr;
             TileRows rows = tile_rows(p, 0, at, count[1] ? 16 : 0, 1, count);
             rows.width = tile_width(n_);
             if (int64_t then = at; reader.ahead(then, 32)) follow(rows, p, 0, then, 16, 1);
@@ -160,7 +165,7 @@ private:
     }
 
     void write(const Part& part) const {
-        float bias[kSegment];
+        float bias[kChunk];
         const float one[2] = {1.0f, 1.0f};
         const int64_t n = part.last_row - part.first_row;
         if (call_.bias.data) {
@@ -168,7 +173,7 @@ private:
             isa_.widen(from + bytes_of(call_.bias.dtype, part.first_row), call_.bias.dtype, n, 1.0f, bias);
         }
         for (int64_t r = 0; r < part.num_tokens; ++r) {
-            const float* rows[2] = {part.out + r * kSegment, bias};
+            const float* rows[2] = {part.out + r * kChunk, bias};
             const int64_t index = (first_ + part.first_token + r) * call_.weights.rows + part.first_row;
             auto* out = static_cast<uint8_t*>(call_.out) + bytes_of(call_.out_dtype, index);
             isa_.combine(rows, one, call_.bias.data ? 2 : 1, n, out, call_.out_dtype);

@@ -9,8 +9,6 @@
 namespace moestro {
 namespace {
 
-constexpr int64_t kAheadBytes = 8 << 10;  // of weights are fetched before they are read
-
 int rows_at_once(Kernel kernel) {
     return kernel == Kernel::int8_tiles ? kInt8TileRows : kernel == Kernel::eight_row_dots ? 8 : 4;
 }
@@ -53,7 +51,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
     const int rows = rows_at_once(kernel);
     const bool gated = &p == &call_.gate_up && call_.activation.gated;
-    const int64_t ahead = (kAheadBytes / (rows * p.row_bytes() + 1) + 1) * (gated ? rows / 2 : rows);
+    const int64_t ahead = steps_ahead(p.row_bytes(), rows) * (gated ? rows / 2 : rows);
     Products found{p};
     found.expert = active.expert;
     found.kernel = kernel, found.float_kernel = float_kernel;
@@ -72,7 +70,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
 // Which rows of weights are read in the step that computes column `i` of a range.
 template <int N> void Walk::rows_of_step(const Range& range, int64_t i, ReadRow* at) const {
     const Activation& act = call_.activation;
-    const int64_t first = range.first + ((i - range.first) & -kChunk), columns = std::min(kChunk, range.last - first);
+    const int64_t first = first_of_chunk(range.first, i), columns = std::min(kChunk, range.last - first);
     const bool both = !range.down && act.gated;
     const Chunk chunk = {first, columns, both && act.interleaved,
                          both && !act.interleaved ? call_.intermediate_size : 0};
