@@ -64,3 +64,19 @@ def test_busy_seconds(tmp_path):
     assert machine.busy_seconds(tmp_path) is None
     assert machine.busy_seconds(tmp_path / "nowhere") is None
     assert machine.busy_seconds() is None or machine.busy_seconds() > 0
+
+
+def test_another_build_of_the_engine_is_measured_anew(monkeypatch, tmp_path):
+    """Its kernels take other times; going back to a build finds what was measured with it."""
+    monkeypatch.setattr(measured.settings, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measured, "_machine", measured._machine.__wrapped__)
+    taken = iter([[1.0], [2.0]])
+
+    def asked() -> list[float]:
+        return measured.kept("name", lambda: next(taken), lambda _: True)
+
+    assert asked() == asked() == [1.0]
+    with monkeypatch.context() as patched:
+        patched.setattr(measured.native, "digest", lambda: "other")
+        assert asked() == asked() == [2.0]
+    assert asked() == [1.0]

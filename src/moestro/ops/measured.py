@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from moestro import machine, settings
+from moestro.ops import native
 
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ def _machine() -> str:
     # Not all that `machine.describe` says, which starts CUDA where there is a GPU.
     parts = machine.processor_name(), " ".join(machine.features()), f"{machine.cores()} cores"
     masked = f"without {' '.join(settings.MASKED)}" if settings.MASKED else "whole"
-    return "; ".join((*parts, masked, f"torch {torch.__version__}", f"moestro {metadata.version('moestro')}"))
+    versions = f"torch {torch.__version__}", f"moestro {metadata.version('moestro')}", f"engine {native.digest()}"
+    return "; ".join((*parts, masked, *versions))
 
 
 def _read_all() -> dict[str, Any]:

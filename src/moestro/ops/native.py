@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +72,14 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 module, problem = _load()
 """The extension module and None, or None and what importing it said."""
+
+
+@functools.cache
+def digest() -> str:
+    """What tells one build of the extension module from another: the first digits of its file's SHA-256."""
+    if module is None or module.__file__ is None:
+        return "none"
+    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
 
 
 ISAS: tuple[Isa, ...] = tuple(
