@@ -267,7 +267,7 @@ static void int8_dots(const FourRows& rows, const float* const* scales, const fl
                 for (int v = 0; v < Rows::kVectors; ++v) {
 #pragma GCC unroll 4
                     for (int r = 0; r < kRows; ++r) {
-                        if (v == 0 && k % 64 == 0 && rows.next[0]) prefetch(rows.next[r] + k);
+                        if (v == 0 && rows.next[0]) prefetch(rows.next[r] + k);
                         w[r] = Rows::weights(from[r] + k, v);
                     }
                     add_integers(acc, w, bytes, k * Rows::kVectors + v * kVectorBytes,
