@@ -1,4 +1,4 @@
-"""How much of the processors other programs took while something was timed."""
+"""What is measured: how much of the processors other programs took meanwhile, and whose numbers are taken."""
 
 from __future__ import annotations
 

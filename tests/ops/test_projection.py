@@ -42,6 +42,16 @@ def test_sizes_around_vectors_and_tiles(isa):
 
 
 @every_engine
+def test_several_ranges_of_rows(isa):
+    """Of rows of 2 KiB and more 64 are a range, whatever the number of threads."""
+    for dtype, rows, num_tokens in itertools.product(dtypes(isa), (129, 165), (1, 5, 50)):
+        x, weight = torch.randn(num_tokens, 2112).to(dtype), torch.randn(rows, 2112).to(dtype)
+        with forced(isa):
+            y = projection(x, weight)
+        assert_close(y, reference.projection(x, weight, None), dtype)
+
+
+@every_engine
 def test_the_same_bits_alone_in_any_batch_and_on_any_number_of_threads(isa):
     dtype = dtypes(isa)[-1]
     x, weight = torch.randn(150, 300).to(dtype), torch.randn(417, 300).to(dtype)

@@ -79,7 +79,10 @@ def digest() -> str:
     """What tells one build of the extension module from another: the first digits of its file's SHA-256."""
     if module is None or module.__file__ is None:
         return "none"
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
+    try:
+        return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
+    except OSError:  # taken away since it was loaded
+        return "unknown"
 
 
 ISAS: tuple[Isa, ...] = tuple(
