@@ -6,7 +6,7 @@
 
 namespace moestro {
 
-constexpr int64_t kChunk = 64;  // columns of h between activations; as many rows of down, or of a matrix alone
+constexpr int64_t kChunk = 64;  // columns of h between activations; as many rows of down, or of a linear module
 constexpr int64_t kAheadBytes = 8 << 10;  // of weights are fetched before they are read
 
 // Columns of h, or rows of down. The rows of weights of a column of h are one, two neighbours (gate and up alternate),
@@ -26,7 +26,7 @@ struct ReadRow {
 
 // Where the chunk begins in which `i` is, of those from `first` on.
 inline int64_t first_of_chunk(int64_t first, int64_t i) { return first + ((i - first) & -kChunk); }
-// How many steps of so many rows ahead of their use weights are fetched.
+// How many steps of so many rows are at least kAheadBytes of weights.
 inline int64_t steps_ahead(int64_t row_bytes, int rows) { return kAheadBytes / (rows * row_bytes + 1) + 1; }
 
 // The N rows of a chunk (a power of two) that are read in the step that computes column `column` of it. Four rows are

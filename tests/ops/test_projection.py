@@ -43,7 +43,7 @@ def test_sizes_around_vectors_and_tiles(isa):
 
 @every_engine
 def test_several_ranges_of_rows(isa):
-    """Of rows of 2 KiB and more 64 are a range, whatever the number of threads."""
+    """A range has 64 rows where these are longer than 1 KiB."""
     for dtype, rows, num_tokens in itertools.product(dtypes(isa), (129, 165), (1, 5, 50)):
         x, weight = torch.randn(num_tokens, 2112).to(dtype), torch.randn(rows, 2112).to(dtype)
         with forced(isa):

@@ -50,7 +50,7 @@ def test_every_format_and_size(isa, form):
 @every_engine
 @pytest.mark.parametrize("form", ["int8", "int4-g32", "mxfp4"])
 def test_several_ranges_of_rows(isa, form):
-    """Of 64 rows each, in 4 bits too."""
+    """A range has 64 rows where these are longer than 1 KiB, as they are in 4 bits too."""
     weight = stored(form, 165, 2112)
     for dtype, num_tokens in itertools.product(dtypes(isa), (1, 5, 50)):
         x = torch.randn(num_tokens, weight.shape[1]).to(dtype)
