@@ -16,8 +16,10 @@ inline I zero_bytes() { return {_mm256_setzero_si256()}; }
 inline I every_byte(int a) { return {_mm256_set1_epi8(static_cast<char>(a))}; }
 inline I operator&(I a, I b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline I operator^(I a, I b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline I operator+(I a, I b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {_mm256_sub_epi32(a.v, b.v)}; }
-inline I upper_nibbles(I a) { return {_mm256_srli_epi16(a.v, 4)}; }
+// By a product: shifts and shuffles share their units, and decoding has many shuffles.
+inline I upper_nibbles(I a) { return {_mm256_mulhi_epu16(a.v, _mm256_set1_epi16(1 << 12))}; }
 struct Bytes {
     __m256i table;
 };
@@ -65,10 +67,7 @@ inline void store_as_bytes(int8_t* p, I a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
 }
 
-// Vectors of 16-bit integers: of the even bytes of codes that are not negative, of the odd ones, of bytes from memory.
-inline I every_short(int a) { return {_mm256_set1_epi16(static_cast<short>(a))}; }
-inline I even_bytes(I a) { return {_mm256_and_si256(a.v, _mm256_set1_epi16(255))}; }
-inline I odd_bytes(I a) { return {_mm256_srli_epi16(a.v, 8)}; }
+// Vectors of 16-bit integers of bytes from memory.
 inline I load_as_shorts(const uint8_t* p) { return {_mm256_cvtepi8_epi16(sixteen_bytes(p))}; }
 // gcc 12 would otherwise make all products first and keep them in memory.
 inline I plus(I sum, I product) {
@@ -100,6 +99,25 @@ inline I dot4(I acc, I codes, I bytes) {
 inline I dot4_int8(I acc, I codes, I bytes) {
     return dot4(acc, {_mm256_abs_epi8(codes.v)}, {_mm256_sign_epi8(bytes.v, codes.v)});
 }
+// As of unit_sum.h, by two sums of 16 bits in each lane. Begun with minus what codes are larger by than their values,
+// which are within +-12 or in 0..15, the sum of 16 products with bytes fits at the end, whatever came between.
+struct UnitSum {
+    __m256i pairs;
+    static inline UnitSum none() { return {_mm256_setzero_si256()}; }
+    static inline UnitSum from(const int32_t* start) { return {load_bytes(start).v}; }
+    inline void add(I codes, I bytes) {
+        const __m256i products = _mm256_maddubs_epi16(codes.v, bytes.v);
+        __asm__("vpaddw %1, %0, %0" : "+x"(pairs) : "x"(products));  // as `plus`
+    }
+    template <int Factor = 1> inline I value() const { return {_mm256_madd_epi16(pairs, _mm256_set1_epi16(Factor))}; }
+    inline void store_negated(int32_t* start) const {
+        store_bytes(start, {_mm256_sub_epi16(_mm256_setzero_si256(), pairs)});
+    }
+};
 #endif
 
 }  // namespace MOESTRO_ISA
+
+#if defined(MOESTRO_VNNI_256)
+#include "unit_sum.h"
+#endif

@@ -15,6 +15,7 @@ inline I zero_bytes() { return {_mm512_setzero_si512()}; }
 inline I every_byte(int a) { return {_mm512_set1_epi8(static_cast<char>(a))}; }
 inline I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I operator^(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline I upper_nibbles(I a) { return {_mm512_srli_epi16(a.v, 4)}; }  // beside them, what has to be masked
 struct Bytes {
@@ -102,3 +103,5 @@ inline I dot4_int8(I acc, I codes, I bytes) {
 #endif
 
 }  // namespace MOESTRO_ISA
+
+#include "unit_sum.h"

@@ -19,6 +19,7 @@ inline I zero_bytes() { return {vdupq_n_s32(0)}; }
 inline I every_byte(int a) { return {vreinterpretq_s32_s8(vdupq_n_s8(static_cast<int8_t>(a)))}; }
 inline I operator&(I a, I b) { return {vandq_s32(a.v, b.v)}; }
 inline I operator^(I a, I b) { return {veorq_s32(a.v, b.v)}; }
+inline I operator+(I a, I b) { return {vaddq_s32(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {vsubq_s32(a.v, b.v)}; }
 inline I upper_nibbles(I a) { return {vreinterpretq_s32_u8(vshrq_n_u8(as_codes(a), 4))}; }
 struct Bytes {
@@ -86,3 +87,5 @@ inline I dot4_int8(I acc, I codes, I bytes) {
 inline I dot4(I acc, I codes, I bytes) { return dot4_int8(acc, codes, bytes); }
 
 }  // namespace MOESTRO_ISA
+
+#include "unit_sum.h"

@@ -22,6 +22,7 @@ inline I zero_bytes() { return {Words{}}; }
 inline I every_byte(int a) { return of_bytes(Unsigned{} + static_cast<uint8_t>(a)); }
 inline I operator&(I a, I b) { return {a.v & b.v}; }
 inline I operator^(I a, I b) { return {a.v ^ b.v}; }
+inline I operator+(I a, I b) { return {a.v + b.v}; }
 inline I operator-(I a, I b) { return {a.v - b.v}; }
 inline I upper_nibbles(I a) { return {(a.v >> 4) & 0x0f0f0f0f}; }
 struct Bytes {
@@ -106,3 +107,5 @@ inline I dot4_int8(I acc, I codes, I bytes) {
 }
 
 }  // namespace MOESTRO_ISA
+
+#include "unit_sum.h"

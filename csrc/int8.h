@@ -7,25 +7,25 @@ namespace MOESTRO_ISA {
 
 struct RowsOfBytes {
     using Integer = int8_t;
+    using UnitSum = MOESTRO_ISA::UnitSum;
+    static constexpr int kStarts = 1;  // vectors that the sums of units begin with
     static constexpr float kMost = 127.0f;
-    static constexpr int kVectors = 1;  // of a row for a vector of codes
+    static constexpr int kVectors = 1;  // of a row for a vector of weights
     static constexpr int kOffset = kInt8Offset;
     static constexpr int kTileTokens = MOESTRO_ISA::kTileTokens, kUnitTokens = MOESTRO_ISA::kUnitTokens;
     static constexpr int64_t kMostColumns = moestro::kMostInt8Columns;  // of all lanes together
     template <int M> using Total = SumsOfRows<M>;
 
-    static MOESTRO_INLINE I every(int code) { return every_byte(code); }
     static MOESTRO_INLINE void store(int8_t* p, I integers) { store_as_bytes(p, integers); }
-    static MOESTRO_INLINE I vector_of(I codes, int) { return codes; }
-    static MOESTRO_INLINE I dot(I acc, I codes, I bytes) { return dot4(acc, codes, bytes); }
+    static void order(const int8_t* from, int copies, int8_t* to) { order_bytes(from, copies, kVectorBytes, to); }
+    static MOESTRO_INLINE I take(const int8_t* from) { return load_bytes(from); }
     static MOESTRO_INLINE I weights(const uint8_t* from, int) { return int8_codes(load_bytes(from)); }
     static MOESTRO_INLINE I dot_int8(I acc, I codes, I bytes) { return dot4_int8(acc, codes, bytes); }
     static MOESTRO_INLINE I times_zeros(I sums, I zeros) { return times_pairs(sums, zeros); }  // sums of 16 bits
 };
 
 static constexpr auto int8_rows = integer_rows<RowsOfBytes>;
-static constexpr auto int8_scratch = integer_scratch<RowsOfBytes>;
 static constexpr moestro::RowOps kInt8 = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>, int8_rows,
-                                          int8_scratch};
+                                          integer_scratch};
 
 }  // namespace MOESTRO_ISA

@@ -17,14 +17,9 @@ template <Element E> MOESTRO_INLINE I code_of(I nibbles) {
     return nibbles & every_byte(15);
 }
 
-// Eight vectors of codes of the four stored ones of a row's block.
-template <Element E> MOESTRO_INLINE void codes_of(I* words, I* codes) {
-    transpose_lanes(words);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        codes[2 * i] = code_of<E>(words[i]);
-        codes[2 * i + 1] = code_of<E>(upper_nibbles(words[i]));
-    }
+// One of the eight vectors of codes of a block's four transposed stored ones.
+template <Element E> MOESTRO_INLINE I code_at(const I* words, int i) {
+    return code_of<E>(i % 2 ? upper_nibbles(words[i / 2]) : words[i / 2]);
 }
 
 // The last bytes of a row, followed by zeros.
@@ -34,7 +29,7 @@ static __attribute__((noinline)) const uint8_t* copied(const uint8_t* from, int6
     return padded;
 }
 
-// Calls `step(block, r, codes, scales, zeros)` for every block of each of the four rows.
+// Calls `step(block, r, words, scales, zeros)` for every block of each of the four rows but shared ones.
 template <Element E, int Parts, ScalesFrom From, class Step>
 MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool prefetching, Step step) {
     const int64_t columns = rows.columns;
@@ -42,13 +37,13 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
     for (int p = 0; p < Parts; ++p) by[p] = units_of(scales.group, p);
     const int shift = log2_of(scales.group);
     const int64_t n = (columns + scales.group - 1) >> shift;
-    for (int64_t k = 0, block = 0; k < columns; k += kUnits, ++block) {
+    for (int64_t k = 0, block = 0; k < whole_columns(columns); k += kUnits, ++block) {
         const int64_t first = k >> shift;
-        const bool whole = k + kUnits <= columns;
+        const bool whole = kSharedBlocks || k + kUnits <= columns;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             const uint8_t* from = rows.data[r] + k / 2;
-            I words[4], codes[8], zeros[Parts];
+            I words[4], zeros[Parts];
             F s[Parts];
             if (whole) {
                 if (prefetching && rows.next[0])
@@ -65,15 +60,76 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
                                : left > 0           ? load_some_words(from + i * kVectorBytes, left)
                                                     : zero_bytes();
             }
-            codes_of<E>(words, codes);
+            transpose_lanes(words);
 #pragma GCC unroll 2
             for (int p = 0; p < Parts; ++p) {
                 s[p] = unit_scales<From>(scales, by, r, first, n, p);
                 if constexpr (E == Element::u4) zeros[p] = to_integers(of_part<Parts>(scales.zero[r] + first, by, p));
             }
-            step(block, r, codes, s, zeros);
+            step(block, r, words, s, zeros);
         }
     }
+}
+
+template <class Rows> MOESTRO_INLINE const int32_t* starts_of(const int8_t* starts, int64_t part) {
+    return reinterpret_cast<const int32_t*>(starts) + part * Rows::kStarts * W;
+}
+// What the exact sum of a part begins with, and what it is in the end: the row's own sums stand there, which for u4 a
+// zero point of at most 8 bits multiplies.
+template <class Rows, Element E> MOESTRO_INLINE typename Rows::UnitSum start_of(const int32_t* sums) {
+    return E == Element::u4 ? Rows::UnitSum::none() : Rows::UnitSum::from(sums);
+}
+template <class Rows, Element E>
+MOESTRO_INLINE F end_of(const typename Rows::UnitSum& sum, const int32_t* sums, I zeros) {
+    if constexpr (E == Element::u4) return to_floats(sum.value() + Rows::times_zeros(load_bytes(sums), zeros));
+    return to_floats(sum.value());
+}
+
+// Calls `step(block, words, scales, zeros)` for every shared block.
+template <Element E, int Parts, ScalesFrom From, class Step>
+MOESTRO_INLINE void walk_shared(const FourRows& rows, const Scales& scales, Step step) {
+    const int64_t columns = rows.columns, n = (columns + scales.group - 1) >> log2_of(scales.group);
+    for (int64_t k = whole_columns(columns), block = k / kUnits; k < columns; k += kBlock, ++block) {
+        const int64_t bytes = (columns - k) / 2;
+        I words[4], zeros[Parts];
+        F s[Parts];
+        for (int r = 0; r < kRows; ++r) {
+            const uint8_t* from = rows.data[r] + k / 2;
+            words[r] = bytes >= kVectorBytes ? load_bytes(from) : load_some_words(from, bytes);
+        }
+        transpose_lanes(words);
+        for (int p = 0; p < Parts; ++p) {
+            s[p] = shared_scales<From>(scales, k, n, p);
+            if constexpr (E == Element::u4) zeros[p] = to_integers(shared_zeros(scales, k, n, p));
+        }
+        step(block, words, s, zeros);
+    }
+}
+
+// Adds what a row's shared blocks add, one after the other.
+template <class Rows, Element E, int Parts, ScalesFrom From>
+static void add_shared(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out) {
+    constexpr int64_t kStep = Rows::kVectors * kVectorBytes;
+    const int64_t row_bytes = padded_columns(E, rows.columns) * Rows::kVectors;
+    walk_shared<E, Parts, From>(
+        rows, scales, [&](int64_t block, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
+            for (int64_t t = 0; t < m; ++t) {
+                const int8_t* bytes = bytes_of_row(x[t]);
+                F sum = zero();
+#pragma GCC unroll 2
+                for (int p = 0; p < Parts; ++p) {
+                    const int32_t* own = starts_of<Rows>(bytes + row_bytes, block * Parts + p);
+                    auto acc = start_of<Rows, E>(own);
+#pragma GCC unroll 8
+                    for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i)
+                        acc.add(code_at<E>(words, i), Rows::take(bytes + (block * 8 + i) * kStep));
+                    sum = fma(end_of<Rows, E>(acc, own, zeros[p]), s[p], sum);
+                }
+                alignas(64) float lanes[W];
+                store(lanes, sum);
+                for (int l = 0; l < W; ++l) out[kRows * t + l % 4] += lanes[l];
+            }
+        });
 }
 
 MOESTRO_INLINE float scale_of_row(const float* row) {
@@ -86,17 +142,11 @@ MOESTRO_INLINE void take_scales(const float* const* x, int64_t m, float* out) {
         for (int r = 0; r < kRows; ++r) out[kRows * t + r] *= scale_of_row(x[t]);
 }
 
-// What the exact sum of a part begins with: the row's own sums, which for u4 a zero point of at most 8 bits multiplies.
-template <class Rows, Element E> MOESTRO_INLINE I start_of(const int32_t* sums, I zeros) {
-    if constexpr (E == Element::u4) return Rows::times_zeros(load_bytes(sums), zeros);
-    return load_bytes(sums);
-}
-
 // For each output, floats are added block by block and part by part, whatever M and wherever weights are decoded.
 template <class Rows, Element E, int Parts, ScalesFrom From, int M>
 static void few(const FourRows& rows, const Scales& scales, const float* const* x, float* out) {
-    constexpr int kVectors = Rows::kVectors;
-    const int64_t row_bytes = padded_columns(E, rows.columns) * kVectors;
+    constexpr int64_t kStep = Rows::kVectors * kVectorBytes;
+    const int64_t row_bytes = padded_columns(E, rows.columns) * Rows::kVectors;
     F sum[kRows][M];
     const int8_t* bytes[M];
 #pragma GCC unroll 4
@@ -107,28 +157,27 @@ static void few(const FourRows& rows, const Scales& scales, const float* const* 
     }
     walk_units<E, Parts, From>(
         rows, scales, true,
-        [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+        [&](int64_t block, int r, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 2
             for (int p = 0; p < Parts; ++p) {
-                I acc[M];
+                typename Rows::UnitSum acc[M];
+                const auto own = [&](int t) __attribute__((always_inline)) {
+                    return starts_of<Rows>(bytes[t] + row_bytes, block * Parts + p);
+                };
 #pragma GCC unroll 4
-                for (int t = 0; t < M; ++t)
-                    acc[t] = start_of<Rows, E>(
-                        reinterpret_cast<const int32_t*>(bytes[t] + row_bytes) + (block * Parts + p) * W, zeros[p]);
-#pragma GCC unroll 16
-                for (int i = p * kVectors * 8 / Parts; i < (p + 1) * kVectors * 8 / Parts; ++i) {
-                    const I w = Rows::vector_of(codes[i / kVectors], i % kVectors);
-                    const int64_t at = (block * 8 * kVectors + i) * kVectorBytes;
+                for (int t = 0; t < M; ++t) acc[t] = start_of<Rows, E>(own(t));
+#pragma GCC unroll 8
+                for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i) {
+                    const I w = code_at<E>(words, i);
 #pragma GCC unroll 4
-                    for (int t = 0; t < M; ++t) acc[t] = Rows::dot(acc[t], w, load_bytes(bytes[t] + at));
+                    for (int t = 0; t < M; ++t) acc[t].add(w, Rows::take(bytes[t] + (block * 8 + i) * kStep));
                 }
 #pragma GCC unroll 4
-                for (int t = 0; t < M; ++t) sum[r][t] = fma(to_floats(acc[t]), s[p], sum[r][t]);
+                for (int t = 0; t < M; ++t) sum[r][t] = fma(end_of<Rows, E>(acc[t], own(t), zeros[p]), s[p], sum[r][t]);
             }
         });
 #pragma GCC unroll 4
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
-    take_scales(x, M, out);
 }
 
 // Four rows decoded for many tokens: codes [row][block][vector], scales and zeros [block][row][part].
@@ -136,18 +185,17 @@ struct Panel {
     uint8_t* codes[kRows];
     float* scales;
     int32_t* zeros;
-    int64_t row_bytes;
+    int64_t parts, row_bytes;  // parts of blocks but shared ones; of a row of a token
 };
 
-template <class Rows, Element E, int Parts, ScalesFrom From>
+template <Element E, int Parts, ScalesFrom From>
 static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
     walk_units<E, Parts, From>(
         rows, scales, false,
-        [&](int64_t block, int r, const I* codes, const F* s, const I* zeros) __attribute__((always_inline)) {
+        [&](int64_t block, int r, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8 * Rows::kVectors; ++i)
-                store_bytes(panel.codes[r] + block * kUnits * Rows::kVectors + i * kVectorBytes,
-                            Rows::vector_of(codes[i / Rows::kVectors], i % Rows::kVectors));
+            for (int i = 0; i < 8; ++i)
+                store_bytes(panel.codes[r] + (block * 8 + i) * kVectorBytes, code_at<E>(words, i));
 #pragma GCC unroll 2
             for (int p = 0; p < Parts; ++p) {
                 store(panel.scales + ((block * kRows + r) * Parts + p) * W, s[p]);
@@ -181,37 +229,40 @@ static void tile(const Panel& panel, const float* const* x, float* out) {
     }
     const uint8_t* codes = panel.codes[0];
     const int64_t row_step = panel.codes[1] - codes;
-    constexpr int kSteps = 8 / Parts * Rows::kVectors;
-    for (int64_t first = 0, at = 0; first < panel.row_bytes; first += kSteps * kVectorBytes, at += W) {
+    constexpr int kSteps = 8 / Parts;
+    constexpr int64_t kStep = Rows::kVectors * kVectorBytes;
+    for (int64_t n = 0; n < panel.parts; ++n, codes += kSteps * kVectorBytes) {
         // Parts of one block follow one another; each has its scales of four rows.
-        const int64_t part = Parts == 2 ? at / W % Parts : 0;
-        const int64_t place = (at / W - part) * kRows + part;
-        I acc[kRows][M], w[kRows];
+        const int64_t part = n % Parts, place = (n - part) * kRows + part;
+        const auto own = [&](int t)
+                             __attribute__((always_inline)) { return starts_of<Rows>(bytes[t] + panel.row_bytes, n); };
+        typename Rows::UnitSum acc[kRows][M];
+        I w[kRows];
 #pragma GCC unroll 8
-        for (int t = 0; t < M; ++t) {
-            const auto* own = reinterpret_cast<const int32_t*>(bytes[t] + panel.row_bytes) + at;
+        for (int t = 0; t < M; ++t)
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r)
-                acc[r][t] = start_of<Rows, E>(
-                    own, E == Element::u4 ? load_bytes(panel.zeros + (place + r * Parts) * W) : zero_bytes());
-        }
-#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) acc[r][t] = start_of<Rows, E>(own(t));
+#pragma GCC unroll 8
         for (int i = 0; i < kSteps; ++i) {
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) w[r] = load_bytes(codes + r * row_step + first + i * kVectorBytes);
-            add_integers(acc, w, bytes, first + i * kVectorBytes,
-                         [](I a, I b, I c) __attribute__((always_inline)) { return Rows::dot(a, b, c); });
+            for (int r = 0; r < kRows; ++r) w[r] = load_bytes(codes + r * row_step + i * kVectorBytes);
+#pragma GCC unroll 8
+            for (int t = 0; t < M; ++t) {
+                const auto v = Rows::take(bytes[t] + (n * kSteps + i) * kStep);
+#pragma GCC unroll 4
+                for (int r = 0; r < kRows; ++r) acc[r][t].add(w[r], v);
+            }
         }
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             const F s = load(panel.scales + (place + r * Parts) * W);
+            const I zeros = E == Element::u4 ? load_bytes(panel.zeros + (place + r * Parts) * W) : zero_bytes();
 #pragma GCC unroll 8
-            for (int t = 0; t < M; ++t) sum[r][t] = fma(to_floats(acc[r][t]), s, sum[r][t]);
+            for (int t = 0; t < M; ++t) sum[r][t] = fma(end_of<Rows, E>(acc[r][t], own(t), zeros), s, sum[r][t]);
         }
     }
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
-    take_scales(x, M, out);
 }
 
 // The lanes of sums of four rows and M tokens, kept apart where their sum may leave 32 bits.
@@ -324,21 +375,19 @@ struct Prefetched {
     }
 };
 
-template <class Rows, Element E, int Parts, ScalesFrom From = ScalesFrom::floats>
-static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
-                  float* scratch) {
-    if (m <= kFewUnitTokens) {
-        static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<Rows, E, Parts, From>> kFew;
-        return kFew.of[m](rows, scales, x, out);
-    }
+template <class Rows, Element E, int Parts, ScalesFrom From>
+static void many(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
+                 float* scratch) {
     Panel panel;
-    const int64_t padded = padded_columns(E, rows.columns), of_units = padded / kUnits * kRows * Parts * W;
-    panel.row_bytes = padded * Rows::kVectors;
+    const int64_t whole = round_up(whole_columns(rows.columns), kUnits);
+    panel.parts = whole / kUnits * Parts;
+    panel.row_bytes = padded_columns(E, rows.columns) * Rows::kVectors;
+    const int64_t of_units = panel.parts * kRows * W;
     panel.scales = scratch;
     panel.zeros = reinterpret_cast<int32_t*>(scratch + of_units);
     for (int r = 0; r < kRows; ++r)
-        panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (panel.row_bytes + 64);
-    decode_units<Rows, E, Parts, From>(rows, scales, panel);
+        panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (whole + 64);
+    decode_units<E, Parts, From>(rows, scales, panel);
     static constexpr ByTokens<Tile, Rows::kUnitTokens, MakeTile<Rows, E, Parts>> kTile;
     Prefetched next(rows, rows.columns / 2, m, Rows::kUnitTokens);
     for (int64_t n = 0; m > 0; x += n, out += kRows * n, m -= n) {
@@ -346,6 +395,19 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
         next.some();
         kTile.of[n](panel, x, out);
     }
+}
+
+template <class Rows, Element E, int Parts, ScalesFrom From = ScalesFrom::floats>
+static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
+                  float* scratch) {
+    if (m <= kFewUnitTokens) {
+        static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<Rows, E, Parts, From>> kFew;
+        kFew.of[m](rows, scales, x, out);
+    } else {
+        many<Rows, E, Parts, From>(rows, scales, x, m, out, scratch);
+    }
+    add_shared<Rows, E, Parts, From>(rows, scales, x, m, out);
+    take_scales(x, m, out);
 }
 
 template <class Rows, Element E>
@@ -399,9 +461,9 @@ static void integer_rows(const FourRows& rows, const float* const* x, int64_t m,
     }
 }
 
-template <class Rows> static int64_t integer_scratch(int64_t columns) {
+static int64_t integer_scratch(int64_t columns) {
     const int64_t padded = round_up(columns, kUnits), natural = 2 * kRows * (columns / 16 + 3 * W + 1);
-    return natural + 2 * (padded / 16 * kRows) + kRows * (padded * Rows::kVectors + 64) / 4;
+    return natural + 2 * (padded / 16 * kRows) + kRows * (padded + 64) / 4;
 }
 
 }  // namespace MOESTRO_ISA

@@ -13,6 +13,9 @@
 namespace MOESTRO_ISA {
 
 constexpr int64_t kUnits = 32 * W;  // columns of a block of nibbles
+// Whether columns behind the last whole block are in shared blocks of kBlock columns, where the four stored vectors are
+// of one row each: a lane then holds a unit of one of four rows. Each takes as many bytes of a row as a whole block.
+constexpr bool kSharedBlocks = W < 16;
 constexpr int64_t kVectorBytes = 4 * W;
 
 // A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of
@@ -23,8 +26,11 @@ constexpr int64_t kStartBytes = 64, kHeadBytes = kStartBytes + 64;
 MOESTRO_INLINE const int8_t* bytes_of_row(const float* row) {
     return reinterpret_cast<const int8_t*>(row) + kHeadBytes;
 }
+constexpr int64_t whole_columns(int64_t columns) { return kSharedBlocks ? columns / kUnits * kUnits : columns; }
 constexpr int64_t padded_columns(Element e, int64_t columns) {
-    return round_up(columns, moestro::is_nibble(e) ? kUnits : kVectorBytes);
+    if (!moestro::is_nibble(e)) return round_up(columns, kVectorBytes);
+    const int64_t whole = round_up(whole_columns(columns), kUnits);
+    return whole + round_up(columns - whole_columns(columns), kBlock) / kBlock * kUnits;
 }
 constexpr int parts_of(int64_t group_columns) { return group_columns == 16 ? 2 : 1; }
 constexpr int offset_of(Element e) {
@@ -33,7 +39,7 @@ constexpr int offset_of(Element e) {
 
 template <class Rows> static int64_t integer_row_floats(Element e, int64_t columns) {
     const int64_t padded = padded_columns(e, columns), size = sizeof(typename Rows::Integer);
-    return (kHeadBytes + padded * size + (moestro::is_nibble(e) ? padded / 32 * 2 * 4 : 0)) / 4;
+    return (kHeadBytes + padded * size + (moestro::is_nibble(e) ? padded / 32 * 2 * 4 * Rows::kStarts : 0)) / 4;
 }
 
 // Two bytes in every four: the even columns of eight, or the odd ones.
@@ -42,10 +48,11 @@ MOESTRO_INLINE uint32_t every_second(uint64_t eight, int odd) {
     v = (v | v >> 8) & 0x0000ffff0000ffffull;
     return static_cast<uint32_t>(v | v >> 16);
 }
-// Natural order to that of decoded nibbles: 32 * W columns.
-static void order_block(const int8_t* from, int8_t* to) {
+// Bytes in natural order to that of decoded nibbles, vectors `step` bytes apart and each unit in `copies` lanes: of a
+// block, or of a shared one.
+static void order_bytes(const int8_t* from, int copies, int64_t step, int8_t* to) {
     constexpr int kLanes = W / 4;
-    for (int unit = 0; unit < W; ++unit) {
+    for (int unit = 0; unit < W / copies; ++unit) {
         const int lane = unit % kLanes * 4 + unit / kLanes;
         for (int i = 0; i < 4; ++i) {
             uint8_t eight[8];
@@ -54,33 +61,21 @@ static void order_block(const int8_t* from, int8_t* to) {
             for (int b = 0; b < 8; ++b) word |= static_cast<uint64_t>(eight[b]) << (8 * b);
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t four = every_second(word, odd);
-                for (int b = 0; b < 4; ++b)
-                    to[(2 * i + odd) * kVectorBytes + 4 * lane + b] = static_cast<int8_t>(four >> (8 * b));
+                for (int b = 0; b < 4 * copies; ++b)
+                    to[(2 * i + odd) * step + 4 * lane + b] = static_cast<int8_t>(four >> (8 * (b % 4)));
             }
         }
     }
 }
-// Of 16 bits: a vector of bytes becomes one of its even bytes and one of its odd ones, so a lane's eight columns are
-// the pairs (0, 4), (2, 6), (1, 5) and (3, 7) of four vectors.
-static void order_block(const int16_t* from, int16_t* to) {
-    constexpr int kLanes = W / 4, kShorts = 2 * W;
-    constexpr int kFirst[4] = {0, 2, 1, 3};
-    for (int unit = 0; unit < W; ++unit) {
-        int16_t* at = to + 2 * (unit % kLanes * 4 + unit / kLanes);
-        for (int i = 0; i < 4; ++i) {
-            const int16_t* eight = from + 32 * unit + 8 * i;
-            for (int v = 0; v < 4; ++v, at += kShorts) at[0] = eight[kFirst[v]], at[1] = eight[kFirst[v] + 4];
-        }
-    }
-}
-// The sums of each lane's unit, or of its halves, of an ordered block.
-template <class Rows> static void sum_units(const int8_t* block, int parts, int offset, int32_t* to) {
-    constexpr int kVectors = 8 * Rows::kVectors;
-    for (int p = 0; p < parts; ++p) {
-        I sum = zero_bytes();
-        for (int i = p * kVectors / parts; i < (p + 1) * kVectors / parts; ++i)
-            sum = Rows::dot(sum, Rows::every(offset), load_bytes(block + i * kVectorBytes));
-        store_bytes(to + p * W, zero_bytes() - sum);
+// What the sums of each lane's unit begin with, or of its halves, of an ordered block; for zero points one of integers.
+template <class Rows> static void start_units(const int8_t* block, int parts, Element weights, int32_t* to) {
+    constexpr int64_t kStep = Rows::kVectors * kVectorBytes;
+    for (int p = 0; p < parts; ++p, to += Rows::kStarts * W) {
+        auto sum = Rows::UnitSum::none();
+        for (int i = p * 8 / parts; i < (p + 1) * 8 / parts; ++i)
+            sum.add(every_byte(offset_of(weights)), Rows::take(block + i * kStep));
+        if (weights == Element::u4) store_bytes(to, zero_bytes() - sum.value());
+        else sum.store_negated(to);
     }
 }
 
@@ -105,8 +100,8 @@ static float scale_of(const float* from, int64_t n, float most_of_integers) {
 template <class Rows>
 static bool quantize_row(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to) {
     using Integer = typename Rows::Integer;
-    const int64_t padded = padded_columns(weights, columns),
-                  block = moestro::is_nibble(weights) ? kUnits : kVectorBytes;
+    const bool nibbles = moestro::is_nibble(weights);
+    const int64_t padded = padded_columns(weights, columns), block = nibbles ? kUnits : kVectorBytes;
     auto* integers = reinterpret_cast<Integer*>(reinterpret_cast<int8_t*>(to) + kHeadBytes);
     auto* sums = reinterpret_cast<int32_t*>(integers + padded);
     const float s = scale_of(from, columns, Rows::kMost);
@@ -114,9 +109,11 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
     const F scale = set1(s);
     const int parts = parts_of(group_columns);
     int32_t start = 0;
-    for (int64_t k = 0; k < padded; k += block, integers += block) {
+    for (int64_t k = 0, at = 0; at < padded; at += block, integers += block) {
         alignas(64) Integer natural[kUnits];
-        for (int64_t i = 0; i < block; i += W) {
+        const bool shared = kSharedBlocks && nibbles && k + kUnits > columns;
+        const int64_t taken = shared ? kBlock : block;
+        for (int64_t i = 0; i < taken; i += W) {
             const int64_t left = columns - k - i;
             F v = zero();
             if (usable && left >= W) v = load(from + k + i);
@@ -125,14 +122,16 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
             if (usable) v = at_least(at_most(v / scale, Rows::kMost), -Rows::kMost);
             Rows::store(natural + i, to_integers(v));
         }
-        if (!moestro::is_nibble(weights)) {
+        k += taken;
+        if (!nibbles) {
             std::memcpy(integers, natural, static_cast<size_t>(block) * sizeof(Integer));
             for (int64_t i = 0; i < block; ++i) start -= Rows::kOffset * natural[i];
             continue;
         }
-        order_block(natural, integers);
-        sum_units<Rows>(reinterpret_cast<const int8_t*>(integers), parts, offset_of(weights), sums);
-        sums += parts * W;
+        auto* const bytes = reinterpret_cast<int8_t*>(integers);
+        Rows::order(natural, shared ? 4 : 1, bytes);
+        start_units<Rows>(bytes, parts, weights, sums);
+        sums += parts * Rows::kStarts * W;
     }
     int32_t lanes[W] = {start};
     std::memcpy(to, &s, sizeof s);

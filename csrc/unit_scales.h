@@ -22,9 +22,35 @@ MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
     return rows.scale == Scale::e8m0 && rows.group_columns == 32 ? ScalesFrom::powers : ScalesFrom::floats;
 }
 
+// Which scale is that of a part of a unit behind column k; the last where there are no columns.
+MOESTRO_INLINE int64_t index_of(const Scales& scales, int64_t k, int64_t unit, int64_t part, int64_t n) {
+    const int64_t at = (k + 32 * unit + 16 * part) >> log2_of(scales.group);
+    return at < n ? at : n - 1;
+}
+
 template <int Parts> MOESTRO_INLINE F of_part(const float* p, const Units (&by)[Parts], int part) {
     if constexpr (Parts == 2) return of_half_units(p, by[part]);
     return of_units(load(p), by[part]);
+}
+
+// Those of a shared block from column k on, of `n` scales a row: lane 4 * unit + r is of row r.
+template <ScalesFrom From> MOESTRO_INLINE F shared_scales(const Scales& scales, int64_t k, int64_t n, int64_t part) {
+    alignas(64) uint8_t stored[4 * W];
+    alignas(64) float factor[W];
+    for (int l = 0; l < W; ++l) {
+        const int64_t at = index_of(scales, k, l / 4, part, n);
+        if constexpr (From == ScalesFrom::powers)
+            stored[l] = scales.stored[l % 4][at], factor[l] = scales.factor[l % 4];
+        else factor[l] = scales.scale[l % 4][at];
+    }
+    if constexpr (From == ScalesFrom::powers) return load_e8m0(stored) * load(factor);
+    return load(factor);
+}
+// Likewise, for u4.
+MOESTRO_INLINE F shared_zeros(const Scales& scales, int64_t k, int64_t n, int64_t part) {
+    alignas(64) float zeros[W];
+    for (int l = 0; l < W; ++l) zeros[l] = scales.zero[l % 4][index_of(scales, k, l / 4, part, n)];
+    return load(zeros);
 }
 
 // Those of row r from the scale `first` of `n` on.

@@ -8,7 +8,7 @@
 namespace MOESTRO_ISA {
 
 static constexpr moestro::RowOps kResidualByProducts = {residual_floats, quantize_residual_row,
-                                                        residual_rows_of<int8_rows_by_products>, int8_scratch};
+                                                        residual_rows_of<int8_rows_by_products>, integer_scratch};
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;

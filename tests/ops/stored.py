@@ -73,3 +73,13 @@ def poison(stored: StoredExperts, e: int) -> None:
             numbers.view(torch.uint8).fill_(0xFF)
         else:
             numbers.fill_(torch.nan)
+
+
+def widths(name, lanes):
+    """On both sides of the vectors of bytes, and of the blocks of 32 * lanes nibbles."""
+    form = FORMATS[name]
+    if form.per_item == 1:
+        return [1, 3, 7, 4 * lanes - 1, 4 * lanes, 4 * lanes + 1, 8 * lanes + 2, 33]
+    group, block = form.scaling.columns, 32 * lanes
+    wanted = (group, 3 * group, block - group, block, block + group, 2 * block + group)
+    return sorted({-(-n // group) * group for n in wanted} - {0})

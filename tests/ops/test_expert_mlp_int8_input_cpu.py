@@ -21,7 +21,7 @@ from tolerances import bit_equal
 from . import problems
 from .engines import ROUNDING, STRATEGIES, every_rounding_isa, needs_engine, run, stored_weights
 from .rounding import INTEGER_FORMATS, assert_rounds, rounded
-from .stored import apart, poison, sizes_for
+from .stored import apart, poison, sizes_for, widths
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT = Activation("relu", gated=False)
@@ -33,16 +33,6 @@ def check(isa, x, routing, weights, strategy="auto"):
     assert_rounds(wide, x, routing, weights)
     assert bit_equal(run(isa, x, routing, weights, strategy), wide.to(x.dtype))
     return wide
-
-
-def widths(name, lanes):
-    """On both sides of the vectors of bytes, and of the blocks of 32 * lanes nibbles."""
-    form = FORMATS[name]
-    if form.per_item == 1:
-        return [1, 3, 7, 4 * lanes - 1, 4 * lanes, 4 * lanes + 1, 8 * lanes + 2, 33]
-    group, block = form.scaling.columns, 32 * lanes
-    wanted = (group, 3 * group, block - group, block, block + group, 2 * block + group)
-    return sorted({-(-n // group) * group for n in wanted} - {0})
 
 
 @every_rounding_isa

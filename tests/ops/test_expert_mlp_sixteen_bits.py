@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from tolerances import bit_equal
 
 from . import problems
 from .engines import run, stored_weights, takes_integers
-from .stored import PACKED
+from .stored import PACKED, widths
 
 INTEGER = [isa for isa in native.ISAS if isa.runs_here and (isa.multiplies_int8_residual or isa.multiplies_int16)]
 WHOLE = [name for name in PACKED if FORMATS[name].element in ("int8", "e2m1", "int4", "uint4")]
@@ -53,6 +55,37 @@ def test_far_closer_than_the_dtype(isa, name, dtype, most):
     x = x.to(dtype)
     assert takes_integers(isa, x, weights)
     assert error(run(isa, x, routing, weights), x, routing, weights) < most
+
+
+@every_integer_isa
+@pytest.mark.parametrize("name", WHOLE)
+def test_sizes_around_vectors_and_blocks(isa, name):
+    sizes_of = widths(name, isa.lanes)
+    for i, hidden in enumerate(sizes_of):
+        sizes = problems.Sizes((1, 2)[i % 2], hidden, sizes_of[-1 - i], 3, 2)
+        weights = stored_weights(name, sizes, problems.ACTIVATIONS[i % 2], bool(i % 2))
+        x, routing = torch.randn(sizes.num_tokens, hidden).bfloat16(), problems.routing(sizes, kind="full")
+        assert error(run(isa, x, routing, weights), x, routing, weights) < 1.02
+
+
+@every_integer_isa
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "int8"])
+@pytest.mark.parametrize("byte", [0x77, 0x88, 0xFF])
+def test_sums_of_the_largest_codes_and_numbers(isa, name, byte):
+    """Every code the same, 6, -6, 7, -8 or 15 say, and rows of one sign or two, whose lower bytes are 127 and -128."""
+    _, _, weights = layer(name, Activation("relu", gated=False))
+    full = {
+        p: replace(w, data=torch.full_like(w.data, byte)) for p, w in vars(weights).items() if p in ("gate_up", "down")
+    }
+    weights = replace(weights, **full)
+    x = torch.full((4, weights.hidden_size), 1.0)
+    x[1] = -1
+    x[2:] *= 127 / 128
+    x[2:, 3::32] = 1
+    x[3, ::2] *= -1
+    routing = Routing(torch.arange(4)[:, None], torch.ones(4, 1))
+    assert takes_integers(isa, x.bfloat16(), weights)
+    assert error(run(isa, x.bfloat16(), routing, weights), x.bfloat16(), routing, weights) < 1.02
 
 
 @every_integer_isa
