@@ -18,7 +18,7 @@ inline I operator&(I a, I b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline I operator^(I a, I b) { return {_mm256_xor_si256(a.v, b.v)}; }
 inline I operator+(I a, I b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {_mm256_sub_epi32(a.v, b.v)}; }
-// By a product: shifts and shuffles share their units, and decoding has many shuffles.
+// By a product: on Zen 3 shifts and shuffles share their units, and decoding has many shuffles.
 inline I upper_nibbles(I a) { return {_mm256_mulhi_epu16(a.v, _mm256_set1_epi16(1 << 12))}; }
 struct Bytes {
     __m256i table;
@@ -67,7 +67,7 @@ inline void store_as_bytes(int8_t* p, I a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
 }
 
-// Vectors of 16-bit integers of bytes from memory.
+// Bytes from memory as 16-bit integers, and sums and products of integers.
 inline I load_as_shorts(const uint8_t* p) { return {_mm256_cvtepi8_epi16(sixteen_bytes(p))}; }
 // gcc 12 would otherwise make all products first and keep them in memory.
 inline I plus(I sum, I product) {

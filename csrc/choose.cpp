@@ -171,11 +171,14 @@ int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_bl
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
     const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
-    const bool residual =
-        input == Input::int8_residual && (!isa.tiles || isa.tiles->are_vectors);  // else such rows are few
-    const int64_t h_floats = call.intermediate_size * (residual ? 3 : input == Input::floats ? 1 : 2) + 96;
-    const int64_t x_floats = call.hidden_size * (residual ? 2 : 1) + 128;
-    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * x_floats);
+    const bool few = input == Input::int8_residual && isa.tiles && !isa.tiles->are_vectors;  // such rows
+    const RowOps* ops = few ? nullptr : row_ops(isa, input);
+    // Rows of integers are made of rows of floats, of which those of h are all kept meanwhile.
+    const auto of_row = [&](const Projection& p) {
+        return (ops ? ops->row_floats(p.element, p.columns) : p.columns * (few ? 2 : 1)) + 96;
+    };
+    const int64_t h_floats = of_row(call.down) + (ops ? call.intermediate_size : 0);
+    const int64_t per_token = 4 * (rows * (h_floats + call.hidden_size + 96) + x_rows * (of_row(call.gate_up) + 32));
     return std::max<int64_t>(kWorkspaceBytes / per_token, 16);
 }
 

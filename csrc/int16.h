@@ -29,7 +29,7 @@ struct RowsOfShorts {
     static constexpr int kVectors = 2;
     static constexpr int kOffset = 0;
     static constexpr int kTileTokens = 2, kUnitTokens = 1;
-    static constexpr int64_t kMostColumns = 512 * W;  // 256 steps, each of two products of at most 128 * 32,767
+    static constexpr int64_t kMostColumns = 512 * W;  // 256 steps, each of two products of at most 128 * 32,639
     template <int M> using Total = LanesOfRows<M>;
 
     static void order(const int16_t* from, int copies, int8_t* to) {

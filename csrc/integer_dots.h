@@ -37,9 +37,9 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
     for (int p = 0; p < Parts; ++p) by[p] = units_of(scales.group, p);
     const int shift = log2_of(scales.group);
     const int64_t n = (columns + scales.group - 1) >> shift;
-    for (int64_t k = 0, block = 0; k < whole_columns(columns); k += kUnits, ++block) {
+    for (int64_t k = 0, block = 0, stop = whole_columns(columns); k < stop; k += kUnits, ++block) {
         const int64_t first = k >> shift;
-        const bool whole = kSharedBlocks || k + kUnits <= columns;
+        const bool whole = k + kUnits <= columns;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             const uint8_t* from = rows.data[r] + k / 2;
@@ -74,8 +74,8 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool 
 template <class Rows> MOESTRO_INLINE const int32_t* starts_of(const int8_t* starts, int64_t part) {
     return reinterpret_cast<const int32_t*>(starts) + part * Rows::kStarts * W;
 }
-// What the exact sum of a part begins with, and what it is in the end: the row's own sums stand there, which for u4 a
-// zero point of at most 8 bits multiplies.
+// The exact sum of a part begins with what the row holds for it; for u4 that is minus the sum of its integers, which a
+// zero point of at most 8 bits multiplies in the end.
 template <class Rows, Element E> MOESTRO_INLINE typename Rows::UnitSum start_of(const int32_t* sums) {
     return E == Element::u4 ? Rows::UnitSum::none() : Rows::UnitSum::from(sums);
 }
@@ -95,6 +95,7 @@ MOESTRO_INLINE void walk_shared(const FourRows& rows, const Scales& scales, Step
         F s[Parts];
         for (int r = 0; r < kRows; ++r) {
             const uint8_t* from = rows.data[r] + k / 2;
+            if (rows.next[0]) prefetch(rows.next[r] + k / 2);
             words[r] = bytes >= kVectorBytes ? load_bytes(from) : load_some_words(from, bytes);
         }
         transpose_lanes(words);

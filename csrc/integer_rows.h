@@ -13,24 +13,29 @@
 namespace MOESTRO_ISA {
 
 constexpr int64_t kUnits = 32 * W;  // columns of a block of nibbles
-// Whether columns behind the last whole block are in shared blocks of kBlock columns, where the four stored vectors are
-// of one row each: a lane then holds a unit of one of four rows. Each takes as many bytes of a row as a whole block.
-constexpr bool kSharedBlocks = W < 16;
+// Few columns behind the last whole block are in shared blocks of kBlock columns: the four stored vectors are of one
+// row of weights each, and a lane holds a unit of one of four rows. Each takes as many bytes of a token's row as a whole
+// block, and as long as about two of a row of weights. So many at most.
+constexpr int64_t kSharedBlocks = W < 16 ? 2 : 0;
 constexpr int64_t kVectorBytes = 4 * W;
 
 // A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of
-// its units, of every part of every block. Sums stand there times minus what codes are larger by than their values.
+// its units, of every part of every block, times minus what codes are larger by than their values: what the exact sum
+// of a part begins with, kStarts vectors. For u4 the first of them has minus the sum, as 32-bit integers.
 constexpr int64_t kStartBytes = 64, kHeadBytes = kStartBytes + 64;
 
 // The integers of a row, as bytes.
 MOESTRO_INLINE const int8_t* bytes_of_row(const float* row) {
     return reinterpret_cast<const int8_t*>(row) + kHeadBytes;
 }
-constexpr int64_t whole_columns(int64_t columns) { return kSharedBlocks ? columns / kUnits * kUnits : columns; }
+// Those in front of shared blocks.
+constexpr int64_t whole_columns(int64_t columns) {
+    return columns % kUnits <= kSharedBlocks * kBlock ? columns / kUnits * kUnits : columns;
+}
 constexpr int64_t padded_columns(Element e, int64_t columns) {
     if (!moestro::is_nibble(e)) return round_up(columns, kVectorBytes);
-    const int64_t whole = round_up(whole_columns(columns), kUnits);
-    return whole + round_up(columns - whole_columns(columns), kBlock) / kBlock * kUnits;
+    const int64_t whole = whole_columns(columns);
+    return round_up(whole, kUnits) + round_up(columns - whole, kBlock) / kBlock * kUnits;
 }
 constexpr int parts_of(int64_t group_columns) { return group_columns == 16 ? 2 : 1; }
 constexpr int offset_of(Element e) {
@@ -111,7 +116,7 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
     int32_t start = 0;
     for (int64_t k = 0, at = 0; at < padded; at += block, integers += block) {
         alignas(64) Integer natural[kUnits];
-        const bool shared = kSharedBlocks && nibbles && k + kUnits > columns;
+        const bool shared = nibbles && k >= whole_columns(columns);
         const int64_t taken = shared ? kBlock : block;
         for (int64_t i = 0; i < taken; i += W) {
             const int64_t left = columns - k - i;

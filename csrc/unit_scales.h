@@ -22,34 +22,35 @@ MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
     return rows.scale == Scale::e8m0 && rows.group_columns == 32 ? ScalesFrom::powers : ScalesFrom::floats;
 }
 
-// Which scale is that of a part of a unit behind column k; the last where there are no columns.
-MOESTRO_INLINE int64_t index_of(const Scales& scales, int64_t k, int64_t unit, int64_t part, int64_t n) {
-    const int64_t at = (k + 32 * unit + 16 * part) >> log2_of(scales.group);
-    return at < n ? at : n - 1;
-}
-
 template <int Parts> MOESTRO_INLINE F of_part(const float* p, const Units (&by)[Parts], int part) {
     if constexpr (Parts == 2) return of_half_units(p, by[part]);
     return of_units(load(p), by[part]);
 }
 
-// Those of a shared block from column k on, of `n` scales a row: lane 4 * unit + r is of row r.
-template <ScalesFrom From> MOESTRO_INLINE F shared_scales(const Scales& scales, int64_t k, int64_t n, int64_t part) {
-    alignas(64) uint8_t stored[4 * W];
-    alignas(64) float factor[W];
-    for (int l = 0; l < W; ++l) {
-        const int64_t at = index_of(scales, k, l / 4, part, n);
-        if constexpr (From == ScalesFrom::powers)
-            stored[l] = scales.stored[l % 4][at], factor[l] = scales.factor[l % 4];
-        else factor[l] = scales.scale[l % 4][at];
+// Calls `put(l, r, at)` for each lane l with columns of a shared block from column k on: it is of row r, and `at` says
+// which of the row's n scales its part of a unit has.
+template <class Put>
+MOESTRO_INLINE void of_shared_lanes(const Scales& scales, int64_t k, int64_t n, int64_t part, Put put) {
+    const int shift = log2_of(scales.group);
+    for (int64_t unit = 0; unit < W / 4; ++unit) {
+        const int64_t at = (k + 32 * unit + 16 * part) >> shift;
+        for (int64_t r = 0; r < kRows && at < n; ++r) put(4 * unit + r, r, at);
     }
+}
+template <ScalesFrom From> MOESTRO_INLINE F shared_scales(const Scales& scales, int64_t k, int64_t n, int64_t part) {
+    alignas(64) uint8_t stored[W];
+    alignas(64) float factor[W] = {};
+    for (int l = 0; l < W; ++l) stored[l] = 127;
+    of_shared_lanes(scales, k, n, part, [&](int64_t l, int64_t r, int64_t at) {
+        if constexpr (From == ScalesFrom::powers) stored[l] = scales.stored[r][at], factor[l] = scales.factor[r];
+        else factor[l] = scales.scale[r][at];
+    });
     if constexpr (From == ScalesFrom::powers) return load_e8m0(stored) * load(factor);
     return load(factor);
 }
-// Likewise, for u4.
 MOESTRO_INLINE F shared_zeros(const Scales& scales, int64_t k, int64_t n, int64_t part) {
-    alignas(64) float zeros[W];
-    for (int l = 0; l < W; ++l) zeros[l] = scales.zero[l % 4][index_of(scales, k, l / 4, part, n)];
+    alignas(64) float zeros[W] = {};
+    of_shared_lanes(scales, k, n, part, [&](int64_t l, int64_t r, int64_t at) { zeros[l] = scales.zero[r][at]; });
     return load(zeros);
 }
 

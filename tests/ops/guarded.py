@@ -51,9 +51,9 @@ def stack_at_the_edge(stored: PackedTensor) -> PackedTensor:
 
 
 def long_rows(name: str) -> None:
-    """Rows of whole vectors of scales, and of one more scale, with int8 inputs."""
+    """Rows of whole vectors of scales, and of one, three and seven more scales, with int8 inputs and in bfloat16."""
     group = sizes_for(name).hidden_size
-    for hidden, intermediate in ((1024, 1024 + group), (512 + group, 512)):
+    for hidden, intermediate in ((1024, 1024 + group), (512 + group, 512), (512 + 7 * group, 512 + 3 * group)):
         if hidden % group or intermediate % group:
             continue
         sizes = problems.Sizes(3, hidden, intermediate, 2, 2)
@@ -66,6 +66,9 @@ def long_rows(name: str) -> None:
             )
             for isa in ROUNDING:
                 edge, expected = (run(isa, x, routing, replace(w, input_format="int8")) for w in (edged, plain))
+                assert bit_equal(edge, expected), (isa.name, name, hidden)
+            for isa in RUNNING:
+                edge, expected = (run(isa, x.bfloat16(), routing, w) for w in (edged, plain))
                 assert bit_equal(edge, expected), (isa.name, name, hidden)
 
 

@@ -76,10 +76,10 @@ def poison(stored: StoredExperts, e: int) -> None:
 
 
 def widths(name, lanes):
-    """On both sides of the vectors of bytes, and of the blocks of 32 * lanes nibbles."""
+    """On both sides of the vectors of bytes, and of the blocks of 32 * lanes nibbles and shared ones of 8 * lanes."""
     form = FORMATS[name]
     if form.per_item == 1:
         return [1, 3, 7, 4 * lanes - 1, 4 * lanes, 4 * lanes + 1, 8 * lanes + 2, 33]
-    group, block = form.scaling.columns, 32 * lanes
-    wanted = (group, 3 * group, block - group, block, block + group, 2 * block + group)
+    group, block, shared = form.scaling.columns, 32 * lanes, 8 * lanes
+    wanted = (group, 3 * group, block - group, block, block + group, block + shared + group, 2 * block + 3 * shared)
     return sorted({-(-n // group) * group for n in wanted} - {0})
