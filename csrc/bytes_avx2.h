@@ -67,7 +67,10 @@ inline void store_as_bytes(int8_t* p, I a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
 }
 
-// Bytes from memory as 16-bit integers, and sums and products of integers.
+// As 16-bit integers: the even bytes of codes, the odd ones, bytes from memory; and sums and products of integers.
+inline I even_bytes(I a) { return {_mm256_and_si256(a.v, _mm256_set1_epi16(255))}; }
+inline I odd_bytes(I a) { return {_mm256_srli_epi16(a.v, 8)}; }
+inline I every_short(int a) { return {_mm256_set1_epi16(static_cast<short>(a))}; }
 inline I load_as_shorts(const uint8_t* p) { return {_mm256_cvtepi8_epi16(sixteen_bytes(p))}; }
 // gcc 12 would otherwise make all products first and keep them in memory.
 inline I plus(I sum, I product) {

@@ -19,6 +19,11 @@ struct RowsOfBytes {
     static MOESTRO_INLINE void store(int8_t* p, I integers) { store_as_bytes(p, integers); }
     static void order(const int8_t* from, int copies, int8_t* to) { order_bytes(from, copies, kVectorBytes, to); }
     static MOESTRO_INLINE I take(const int8_t* from) { return load_bytes(from); }
+    // How tiles of many tokens read it: likewise.
+    using Tiled = RowsOfBytes;
+    static constexpr int64_t tiled_bytes(int64_t) { return 0; }
+    static void order_tiled(const int8_t*, int, Element, int64_t, int8_t*, int8_t*) {}
+    static MOESTRO_INLINE I vector_of(I codes, int) { return codes; }
     static MOESTRO_INLINE I weights(const uint8_t* from, int) { return int8_codes(load_bytes(from)); }
     static MOESTRO_INLINE I dot_int8(I acc, I codes, I bytes) { return dot4_int8(acc, codes, bytes); }
     static MOESTRO_INLINE I times_zeros(I sums, I zeros) { return times_pairs(sums, zeros); }  // sums of 16 bits
@@ -26,6 +31,6 @@ struct RowsOfBytes {
 
 static constexpr auto int8_rows = integer_rows<RowsOfBytes>;
 static constexpr moestro::RowOps kInt8 = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>, int8_rows,
-                                          integer_scratch};
+                                          integer_scratch<RowsOfBytes>};
 
 }  // namespace MOESTRO_ISA

@@ -49,6 +49,6 @@ static void residual_rows_of(const FourRows& rows, const float* const* x, int64_
 }
 
 static constexpr moestro::RowOps kInt8Residual = {residual_floats, quantize_residual_row, residual_rows_of<int8_rows>,
-                                                  integer_scratch};
+                                                  integer_scratch<RowsOfBytes>};
 
 }  // namespace MOESTRO_ISA

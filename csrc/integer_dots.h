@@ -186,17 +186,19 @@ struct Panel {
     uint8_t* codes[kRows];
     float* scales;
     int32_t* zeros;
-    int64_t parts, row_bytes;  // parts of blocks but shared ones; of a row of a token
+    int64_t parts;          // of blocks but shared ones
+    int64_t first, starts;  // bytes of a token's row in front of what tiles read, and of that in front of the starts
 };
 
-template <Element E, int Parts, ScalesFrom From>
+template <class Tiled, Element E, int Parts, ScalesFrom From>
 static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
     walk_units<E, Parts, From>(
         rows, scales, false,
         [&](int64_t block, int r, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i)
-                store_bytes(panel.codes[r] + (block * 8 + i) * kVectorBytes, code_at<E>(words, i));
+#pragma GCC unroll 16
+            for (int i = 0; i < 8 * Tiled::kVectors; ++i)
+                store_bytes(panel.codes[r] + (block * 8 * Tiled::kVectors + i) * kVectorBytes,
+                            Tiled::vector_of(code_at<E>(words, i / Tiled::kVectors), i % Tiled::kVectors));
 #pragma GCC unroll 2
             for (int p = 0; p < Parts; ++p) {
                 store(panel.scales + ((block * kRows + r) * Parts + p) * W, s[p]);
@@ -218,38 +220,37 @@ template <int M, class Dot> MOESTRO_INLINE void add_integers(I (&acc)[kRows][M],
 }
 
 // Every float sum of a tile stays in a register, beside the exact ones of a block.
-template <class Rows, Element E, int Parts, int M>
+template <class Tiled, Element E, int Parts, int M>
 static void tile(const Panel& panel, const float* const* x, float* out) {
     const int8_t* bytes[M];
     F sum[kRows][M];
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) {
-        bytes[t] = bytes_of_row(x[t]);
+        bytes[t] = bytes_of_row(x[t]) + panel.first;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
     const uint8_t* codes = panel.codes[0];
     const int64_t row_step = panel.codes[1] - codes;
-    constexpr int kSteps = 8 / Parts;
-    constexpr int64_t kStep = Rows::kVectors * kVectorBytes;
+    constexpr int kSteps = 8 / Parts * Tiled::kVectors;
     for (int64_t n = 0; n < panel.parts; ++n, codes += kSteps * kVectorBytes) {
         // Parts of one block follow one another; each has its scales of four rows.
         const int64_t part = n % Parts, place = (n - part) * kRows + part;
         const auto own = [&](int t)
-                             __attribute__((always_inline)) { return starts_of<Rows>(bytes[t] + panel.row_bytes, n); };
-        typename Rows::UnitSum acc[kRows][M];
+                             __attribute__((always_inline)) { return starts_of<Tiled>(bytes[t] + panel.starts, n); };
+        typename Tiled::UnitSum acc[kRows][M];
         I w[kRows];
 #pragma GCC unroll 8
         for (int t = 0; t < M; ++t)
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) acc[r][t] = start_of<Rows, E>(own(t));
-#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) acc[r][t] = start_of<Tiled, E>(own(t));
+#pragma GCC unroll 16
         for (int i = 0; i < kSteps; ++i) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) w[r] = load_bytes(codes + r * row_step + i * kVectorBytes);
 #pragma GCC unroll 8
             for (int t = 0; t < M; ++t) {
-                const auto v = Rows::take(bytes[t] + (n * kSteps + i) * kStep);
+                const auto v = Tiled::take(bytes[t] + (n * kSteps + i) * kVectorBytes);
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) acc[r][t].add(w[r], v);
             }
@@ -259,7 +260,7 @@ static void tile(const Panel& panel, const float* const* x, float* out) {
             const F s = load(panel.scales + (place + r * Parts) * W);
             const I zeros = E == Element::u4 ? load_bytes(panel.zeros + (place + r * Parts) * W) : zero_bytes();
 #pragma GCC unroll 8
-            for (int t = 0; t < M; ++t) sum[r][t] = fma(end_of<Rows, E>(acc[r][t], own(t), zeros), s, sum[r][t]);
+            for (int t = 0; t < M; ++t) sum[r][t] = fma(end_of<Tiled, E>(acc[r][t], own(t), zeros), s, sum[r][t]);
         }
     }
 #pragma GCC unroll 8
@@ -356,8 +357,8 @@ template <class Rows> struct MakeInt8 {
 template <class Rows, Element E, int Parts, ScalesFrom From> struct MakeFew {
     template <int M> static constexpr Few of() { return few<Rows, E, Parts, From, M>; }
 };
-template <class Rows, Element E, int Parts> struct MakeTile {
-    template <int M> static constexpr Tile of() { return tile<Rows, E, Parts, M>; }
+template <class Tiled, Element E, int Parts> struct MakeTile {
+    template <int M> static constexpr Tile of() { return tile<Tiled, E, Parts, M>; }
 };
 
 // The rows that come next, a share of them before each tile of tokens: all at once they would hold up what is loaded
@@ -379,20 +380,24 @@ struct Prefetched {
 template <class Rows, Element E, int Parts, ScalesFrom From>
 static void many(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
                  float* scratch) {
+    using Tiled = typename Rows::Tiled;
     Panel panel;
     const int64_t whole = round_up(whole_columns(rows.columns), kUnits);
     panel.parts = whole / kUnits * Parts;
-    panel.row_bytes = padded_columns(E, rows.columns) * Rows::kVectors;
+    const int64_t padded = padded_columns(E, rows.columns), row_bytes = padded * Rows::kVectors;
+    constexpr bool kBehind = Rows::tiled_bytes(kUnits) > 0;
+    panel.first = kBehind ? row_bytes + padded / 32 * 2 * 4 * Rows::kStarts : 0;
+    panel.starts = kBehind ? whole * Tiled::kVectors : row_bytes;
     const int64_t of_units = panel.parts * kRows * W;
     panel.scales = scratch;
     panel.zeros = reinterpret_cast<int32_t*>(scratch + of_units);
     for (int r = 0; r < kRows; ++r)
-        panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (whole + 64);
-    decode_units<E, Parts, From>(rows, scales, panel);
-    static constexpr ByTokens<Tile, Rows::kUnitTokens, MakeTile<Rows, E, Parts>> kTile;
-    Prefetched next(rows, rows.columns / 2, m, Rows::kUnitTokens);
+        panel.codes[r] = reinterpret_cast<uint8_t*>(scratch + 2 * of_units) + r * (whole * Tiled::kVectors + 64);
+    decode_units<Tiled, E, Parts, From>(rows, scales, panel);
+    static constexpr ByTokens<Tile, Tiled::kUnitTokens, MakeTile<Tiled, E, Parts>> kTile;
+    Prefetched next(rows, rows.columns / 2, m, Tiled::kUnitTokens);
     for (int64_t n = 0; m > 0; x += n, out += kRows * n, m -= n) {
-        n = next_tile(m, Rows::kUnitTokens);
+        n = next_tile(m, Tiled::kUnitTokens);
         next.some();
         kTile.of[n](panel, x, out);
     }
@@ -462,9 +467,9 @@ static void integer_rows(const FourRows& rows, const float* const* x, int64_t m,
     }
 }
 
-static int64_t integer_scratch(int64_t columns) {
+template <class Rows> static int64_t integer_scratch(int64_t columns) {
     const int64_t padded = round_up(columns, kUnits), natural = 2 * kRows * (columns / 16 + 3 * W + 1);
-    return natural + 2 * (padded / 16 * kRows) + kRows * (padded + 64) / 4;
+    return natural + 2 * (padded / 16 * kRows) + kRows * (padded * Rows::Tiled::kVectors + 64) / 4;
 }
 
 }  // namespace MOESTRO_ISA

@@ -44,7 +44,9 @@ constexpr int offset_of(Element e) {
 
 template <class Rows> static int64_t integer_row_floats(Element e, int64_t columns) {
     const int64_t padded = padded_columns(e, columns), size = sizeof(typename Rows::Integer);
-    return (kHeadBytes + padded * size + (moestro::is_nibble(e) ? padded / 32 * 2 * 4 * Rows::kStarts : 0)) / 4;
+    if (!moestro::is_nibble(e)) return (kHeadBytes + padded * size) / 4;
+    const int64_t tiled = Rows::tiled_bytes(round_up(whole_columns(columns), kUnits));
+    return (kHeadBytes + padded * size + padded / 32 * 2 * 4 * Rows::kStarts + tiled) / 4;
 }
 
 // Two bytes in every four: the even columns of eight, or the odd ones.
@@ -66,8 +68,9 @@ static void order_bytes(const int8_t* from, int copies, int64_t step, int8_t* to
             for (int b = 0; b < 8; ++b) word |= static_cast<uint64_t>(eight[b]) << (8 * b);
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t four = every_second(word, odd);
-                for (int b = 0; b < 4 * copies; ++b)
-                    to[(2 * i + odd) * step + 4 * lane + b] = static_cast<int8_t>(four >> (8 * (b % 4)));
+                uint8_t bytes[4];
+                for (int b = 0; b < 4; ++b) bytes[b] = static_cast<uint8_t>(four >> (8 * b));
+                for (int c = 0; c < copies; ++c) std::memcpy(to + (2 * i + odd) * step + 4 * (lane + c), bytes, 4);
             }
         }
     }
@@ -109,6 +112,8 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
     const int64_t padded = padded_columns(weights, columns), block = nibbles ? kUnits : kVectorBytes;
     auto* integers = reinterpret_cast<Integer*>(reinterpret_cast<int8_t*>(to) + kHeadBytes);
     auto* sums = reinterpret_cast<int32_t*>(integers + padded);
+    auto* const tiled = reinterpret_cast<int8_t*>(sums + padded / 32 * 2 * Rows::kStarts);
+    const int64_t whole = round_up(whole_columns(columns), kUnits);
     const float s = scale_of(from, columns, Rows::kMost);
     const bool usable = s > 0.0f;  // not NaN
     const F scale = set1(s);
@@ -137,6 +142,7 @@ static bool quantize_row(Element weights, int64_t columns, int64_t group_columns
         Rows::order(natural, shared ? 4 : 1, bytes);
         start_units<Rows>(bytes, parts, weights, sums);
         sums += parts * Rows::kStarts * W;
+        if (!shared) Rows::order_tiled(natural, parts, weights, at / block * parts, tiled + 2 * at, tiled + 2 * whole);
     }
     int32_t lanes[W] = {start};
     std::memcpy(to, &s, sizeof s);

@@ -152,6 +152,6 @@ static void int8_rows_by_products(const FourRows& rows, const float* const* x, i
 }
 
 static const moestro::RowOps kInt8ByProducts = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>,
-                                                int8_rows_by_products, integer_scratch};
+                                                int8_rows_by_products, integer_scratch<RowsOfBytes>};
 
 }  // namespace MOESTRO_ISA

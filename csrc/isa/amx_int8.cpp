@@ -429,7 +429,7 @@ static int64_t int8_tile_scratch(int64_t columns) {
 
 static const moestro::Int8TileOps kInt8Tiles = {packed_bytes, pack, int8_tile_rows, int8_tile_scratch};
 static const moestro::RowOps kInt8WithTiles = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>, int8_rows,
-                                               integer_scratch, &kInt8Tiles};
+                                               integer_scratch<RowsOfBytes>, &kInt8Tiles};
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;

@@ -7,8 +7,8 @@
 
 namespace MOESTRO_ISA {
 
-static constexpr moestro::RowOps kResidualByProducts = {residual_floats, quantize_residual_row,
-                                                        residual_rows_of<int8_rows_by_products>, integer_scratch};
+static constexpr moestro::RowOps kResidualByProducts = {
+    residual_floats, quantize_residual_row, residual_rows_of<int8_rows_by_products>, integer_scratch<RowsOfBytes>};
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
