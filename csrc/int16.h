@@ -16,10 +16,7 @@ struct UnitSumOfShorts {
     static MOESTRO_INLINE UnitSumOfShorts from(const int32_t* start) {
         return {UnitSum::from(start), UnitSum::from(start + W)};
     }
-    MOESTRO_INLINE void add(I codes, HighAndLow bytes) {
-        __asm__("" : "+x"(codes.v));  // gcc would otherwise load codes from memory twice
-        high.add(codes, bytes.high), low.add(codes, bytes.low);
-    }
+    MOESTRO_INLINE void add(I codes, HighAndLow bytes) { high.add(codes, bytes.high), low.add(codes, bytes.low); }
     MOESTRO_INLINE I value() const { return high.value<256>() + low.value(); }
     MOESTRO_INLINE void store_negated(int32_t* start) const { high.store_negated(start), low.store_negated(start + W); }
 };

@@ -219,7 +219,7 @@ template <int M, class Dot> MOESTRO_INLINE void add_integers(I (&acc)[kRows][M],
     }
 }
 
-// Every float sum of a tile stays in a register, beside the exact ones of a block.
+// Float sums of a tile, beside the exact ones of a block.
 template <class Tiled, Element E, int Parts, int M>
 static void tile(const Panel& panel, const float* const* x, float* out) {
     const int8_t* bytes[M];

@@ -15,13 +15,14 @@ namespace MOESTRO_ISA {
 constexpr int64_t kUnits = 32 * W;  // columns of a block of nibbles
 // Few columns behind the last whole block are in shared blocks of kBlock columns: the four stored vectors are of one
 // row of weights each, and a lane holds a unit of one of four rows. Each takes as many bytes of a token's row as a
-// whole block, and as long as about two of a row of weights. So many at most.
+// whole block, and about half the time of one of four rows of weights. So many at most.
 constexpr int64_t kSharedBlocks = W < 16 ? 2 : 0;
 constexpr int64_t kVectorBytes = 4 * W;
 
 // A row: its scale; what the sums of lanes against int8 weights begin with; its integers; and for nibbles the sums of
 // its units, of every part of every block, times minus what codes are larger by than their values: what the exact sum
-// of a part begins with, kStarts vectors. For u4 the first of them has minus the sum, as 32-bit integers.
+// of a part begins with, kStarts vectors. For u4 the first of them has minus the sum, as 32-bit integers. Behind them,
+// where Rows::tiled_bytes says so, whole blocks as tiles of many tokens read them, and what their sums begin with.
 constexpr int64_t kStartBytes = 64, kHeadBytes = kStartBytes + 64;
 
 // The integers of a row, as bytes.

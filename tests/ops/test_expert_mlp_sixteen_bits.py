@@ -30,10 +30,10 @@ def default_mode(poisoned_memory):
     torch.use_deterministic_algorithms(False)
 
 
-def layer(name, activation=GPT_OSS_SWIGLU):
+def layer(name, activation=GPT_OSS_SWIGLU, groups=(11, 7)):
     """Rows, a routing with one or two rows an expert, and experts; widths off every block."""
     group = max(FORMATS[name].scaling.columns, 32)
-    sizes = problems.Sizes(8, 11 * group, 7 * group, 12, 2)
+    sizes = problems.Sizes(8, groups[0] * group, groups[1] * group, 12, 2)
     ids = torch.stack([torch.arange(8) % 6, 6 + torch.arange(8) % 6], dim=1)
     return torch.randn(8, sizes.hidden_size), Routing(ids, torch.rand(8, 2)), stored_weights(name, sizes, activation)
 
@@ -191,9 +191,10 @@ def test_not_where_bits_are_to_be_the_same(isa):
 
 @every_integer_isa
 @pytest.mark.parametrize("name", ["int8", "mxfp4", "int4-g128", "int4-g32-zp", "fp4-g32", "nvfp4"])
-def test_any_number_of_rows(isa, name):
+@pytest.mark.parametrize("groups", [(11, 7), (17, 16)], ids=["two shared blocks", "one, and none"])
+def test_any_number_of_rows(isa, name, groups):
     """One row to more than are multiplied at once, on one expert: without tiles its bits do not depend on how many."""
-    x, _, weights = layer(name)
+    x, _, weights = layer(name, groups=groups)
     row = x[:1].bfloat16()
     alone = run(isa, row, Routing(torch.tensor([[4]]), torch.ones(1, 1)), weights).float()
     for n in (2, 3, 4, 5, 8, 9, 97, 200):
