@@ -171,7 +171,8 @@ int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_bl
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;
     const int64_t x_rows = isa.tiles || call.weight_on_input ? std::max<int64_t>(rows, 1) : 1;
-    const bool few = input == Input::int8_residual && isa.tiles && !isa.tiles->are_vectors;  // such rows
+    // Rows of int8 with a residual are few where tiles take the others.
+    const bool few = input == Input::int8_residual && isa.tiles && !isa.tiles->are_vectors;
     const RowOps* ops = few ? nullptr : row_ops(isa, input);
     // Rows of integers are made of rows of floats, of which those of h are all kept meanwhile.
     const auto of_row = [&](const Projection& p) {

@@ -19,7 +19,7 @@ struct RowsOfBytes {
     static MOESTRO_INLINE void store(int8_t* p, I integers) { store_as_bytes(p, integers); }
     static void order(const int8_t* from, int copies, int8_t* to) { order_bytes(from, copies, kVectorBytes, to); }
     static MOESTRO_INLINE I take(const int8_t* from) { return load_bytes(from); }
-    // How tiles of many tokens read it: likewise.
+    // Tiles of many tokens read the same bytes.
     using Tiled = RowsOfBytes;
     static constexpr int64_t tiled_bytes(int64_t) { return 0; }
     static void order_tiled(const int8_t*, int, Element, int64_t, int8_t*, int8_t*) {}

@@ -15,7 +15,7 @@ namespace MOESTRO_ISA {
 constexpr int64_t kUnits = 32 * W;  // columns of a block of nibbles
 // Few columns behind the last whole block are in shared blocks of kBlock columns: the four stored vectors are of one
 // row of weights each, and a lane holds a unit of one of four rows. Each takes as many bytes of a token's row as a
-// whole block, and about half the time of one of four rows of weights. So many at most.
+// whole block, and about half as long as one block of each of the four rows. So two at most.
 constexpr int64_t kSharedBlocks = W < 16 ? 2 : 0;
 constexpr int64_t kVectorBytes = 4 * W;
 
