@@ -72,12 +72,26 @@ def make_each_mesh_once():
     dist.init_device_mesh = dist.device_mesh.init_device_mesh = moestro.parallel.mesh.init_device_mesh = kept
 
 
+def give_groups_one_device():
+    """Each device of gloo has a thread that wakes a hundred times a second, and each group would have its own."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OnOneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store, rank, size, timeout):
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
+
+
 def serve(rank, world, port, pipe, backend):
     """The life of a rank: run what comes through the pipe until None does."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+    give_groups_one_device()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     make_each_mesh_once()
     while (job := pipe.recv()) is not None:
