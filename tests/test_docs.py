@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,15 +196,10 @@ def test_readme_has_the_two_commands() -> None:
     assert 'pip install -c constraints.txt ".[test]" && pytest' in text
 
 
-def summary(*options: str) -> str:
-    command = [sys.executable, str(ROOT / "benchmarks" / "summary.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def test_the_tables_of_benchmarks_are_what_the_results_say() -> None:
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    assert summary() in text
-    assert summary("--formats") in text
+    assert tables.table() in text
+    assert tables.formats_table() in text
 
 
 def test_the_readme_has_the_best_and_the_worst_point() -> None:
