@@ -61,14 +61,16 @@ template <int M> static void bfloat16_dots(const FourRows& rows, const float* co
 }
 
 static void four_bfloat16_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float*) {
-    for (int64_t t = 0, n = 0; t < m; t += n) {
-        n = next_tile(m - t, kDotTokens);
-        const auto dots = n == 1   ? bfloat16_dots<1>
-                          : n == 2 ? bfloat16_dots<2>
-                          : n == 3 ? bfloat16_dots<3>
-                                   : bfloat16_dots<4>;
-        dots(rows, x + t, out + kRows * t);
-    }
+    in_steps(rows, m, out, [&](const FourRows& four, float* to) {
+        for (int64_t t = 0, n = 0; t < m; t += n) {
+            n = next_tile(m - t, kDotTokens);
+            const auto dots = n == 1   ? bfloat16_dots<1>
+                              : n == 2 ? bfloat16_dots<2>
+                              : n == 3 ? bfloat16_dots<3>
+                                       : bfloat16_dots<4>;
+            dots(four, x + t, to + kRows * t);
+        }
+    });
 }
 
 static int64_t no_scratch(int64_t) { return 0; }

@@ -35,14 +35,23 @@ inline void transpose_lanes(I* r) {
 }
 
 struct Units {
-    __m256i index;
+    __m256i index, exponents;  // by which a lane's scale comes to its highest byte
 };
 inline Units units_of(int64_t group, int part) {
     int shift = 4;
     while ((int64_t{1} << shift) < group) ++shift;
     const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     const __m256i halves = _mm256_add_epi32(_mm256_slli_epi32(lanes, 1), _mm256_set1_epi32(part));
-    return {_mm256_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
+    const __m256i index = _mm256_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4));
+    return {index, _mm256_or_si256(_mm256_slli_epi32(index, 24), _mm256_set1_epi32(0x808080))};
+}
+// As load_e8m0 and of_units. The exponent of 255 is that of infinity, and one bit more is NaN.
+inline F of_unit_powers(const uint8_t* p, Units by) {
+    int64_t eight;
+    std::memcpy(&eight, p, sizeof eight);
+    const __m256i e = _mm256_srli_epi32(_mm256_shuffle_epi8(_mm256_set1_epi64x(eight), by.exponents), 1);
+    const __m256i nan = _mm256_cmpeq_epi32(e, _mm256_set1_epi32(0x7f800000));
+    return {_mm256_castsi256_ps(_mm256_sub_epi32(_mm256_max_epu32(e, _mm256_set1_epi32(1 << 22)), nan))};
 }
 inline F of_units(F scales, Units by) { return {_mm256_permutevar8x32_ps(scales.v, by.index)}; }
 inline F of_half_units(const float* p, Units by) { return {_mm256_i32gather_ps(p, by.index, 4)}; }

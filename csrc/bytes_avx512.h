@@ -53,6 +53,8 @@ inline Units units_of(int64_t group, int part) {
     return {_mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
 }
 inline F of_units(F scales, Units by) { return {_mm512_permutexvar_ps(by.index, scales.v)}; }
+// The same of scales e8m0.
+inline F of_unit_powers(const uint8_t* p, Units by) { return of_units(load_e8m0(p), by); }
 inline F of_half_units(const float* p, Units by) {
     return {_mm512_permutex2var_ps(_mm512_loadu_ps(p), by.index, _mm512_loadu_ps(p + W))};
 }

@@ -50,6 +50,7 @@ inline Units units_of(int64_t group, int part) {
 inline F of_units(F scales, Units by) {
     return {vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(scales.v), by.bytes))};
 }
+inline F of_unit_powers(const uint8_t* p, Units by) { return of_units(load_e8m0(p), by); }
 inline F of_half_units(const float* p, Units by) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(p);
     return {vreinterpretq_f32_u8(vqtbl2q_u8({{vld1q_u8(bytes), vld1q_u8(bytes + 16)}}, by.bytes))};

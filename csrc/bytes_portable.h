@@ -58,6 +58,7 @@ inline Units units_of(int64_t group, int part) {
 inline F of_units(F scales, const Units& by) {
     return each([&](int l) { return scales.v[by.index[l]]; });
 }
+inline F of_unit_powers(const uint8_t* p, const Units& by) { return of_units(load_e8m0(p), by); }
 inline F of_half_units(const float* p, const Units& by) {
     return each([&](int l) { return p[by.index[l]]; });
 }

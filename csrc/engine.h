@@ -110,7 +110,7 @@ struct LinearCall {
     int num_threads = 1;
 };
 
-// Four rows of weights as stored, and what their elements are.
+// Four rows of weights as stored, and what their elements are; and for more than one step the rows behind each of them.
 struct FourRows {
     Element element = Element::f32;
     Scale scale = Scale::none;
@@ -119,9 +119,15 @@ struct FourRows {
     const uint8_t* scales[4];
     const uint8_t* zeros[4];
     float global_scale[4];
-    const uint8_t* next[4];     // rows of as many columns that will be read soon; the first is null without
+    const uint8_t* next[4];  // rows of as many columns that will be read soon; the first is null without
+    int64_t steps = 1, row_stride = 0, scale_stride = 0, zero_stride = 0, next_stride = 0;  // bytes from step to step
     bool group_scaled = false;  // scales multiply the sums of their groups: faster for few tokens, and other bits
     bool decoded = false;       // weights are decoded once for all tokens, and not in registers
+
+    void go_on() {
+        for (int i = 0; i < 4; ++i)
+            data[i] += row_stride, scales[i] += scale_stride, zeros[i] += zero_stride, next[i] += next_stride;
+    }
 };
 
 // Two times up to 16 rows of weights: of bfloat16 each with its own distance between rows, in bytes; packed ones one by
@@ -195,8 +201,8 @@ struct Isa {
     const char* name = nullptr;
     Features needs = 0;
     int lanes = 0;
-    // out[t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`. Null
-    // where rows of floats are not multiplied.
+    // out[step][t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`.
+    // Null where rows of floats are not multiplied.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     int64_t direct_tokens = 0;  // tokens up to which it decodes weights in registers
     // to[i] = factor * from[i] for n elements of a dtype.
@@ -213,7 +219,7 @@ struct Isa {
     // apart. Sums have room for whole vectors.
     void (*weigh)(const void* rows, Element dtype, int64_t stride, int64_t n, int64_t columns,
                   const float* const* weights, int64_t m, float* const* sums) = nullptr;
-    // As four_rows, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
+    // As four_rows of one step, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     const TileOps* tiles = nullptr;    // null, or what multiplies tiles of bfloat16; then x is bfloat16
     const RowOps* bfloat16 = nullptr;  // for rows of bfloat16

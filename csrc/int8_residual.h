@@ -43,9 +43,12 @@ static void residual_rows_of(const FourRows& rows, const float* const* x, int64_
     const float* both[2 * moestro::kTokenBlock];
     float sums[2 * moestro::kTokenBlock * kRows];
     for (int64_t t = 0; t < m; ++t) both[2 * t] = x[t], both[2 * t + 1] = x[t] + step;
-    Int8Rows(rows, both, 2 * m, sums, scratch);
-    for (int64_t t = 0; t < m; ++t)
-        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
+    in_steps(rows, m, out, [&](const FourRows& four, float* to) {
+        Int8Rows(four, both, 2 * m, sums, scratch);
+        for (int64_t t = 0; t < m; ++t)
+            for (int r = 0; r < kRows; ++r)
+                to[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
+    });
 }
 
 static constexpr moestro::RowOps kInt8Residual = {residual_floats, quantize_residual_row, residual_rows_of<int8_rows>,

@@ -22,52 +22,39 @@ template <Element E> MOESTRO_INLINE I code_at(const I* words, int i) {
     return code_of<E>(i % 2 ? upper_nibbles(words[i / 2]) : words[i / 2]);
 }
 
-// The last bytes of a row, followed by zeros.
-static __attribute__((noinline)) const uint8_t* copied(const uint8_t* from, int64_t n, uint8_t* padded, int64_t size) {
-    std::memset(padded, 0, static_cast<size_t>(size));
-    std::memcpy(padded, from, static_cast<size_t>(n));
-    return padded;
-}
-
-// Calls `step(block, r, words, scales, zeros)` for every block of each of the four rows but shared ones.
+// Calls `step(block, r, words, scales, zeros)` for every block of each of the four rows but shared ones. A last one
+// that is not whole is read from a copy, so that the loop has nothing to ask.
 template <Element E, int Parts, ScalesFrom From, class Step>
-MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, bool prefetching, Step step) {
-    const int64_t columns = rows.columns;
-    Units by[Parts];
-    for (int p = 0; p < Parts; ++p) by[p] = units_of(scales.group, p);
+MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const Units (&by)[Parts], bool prefetching,
+                               Step step) {
+    const int64_t columns = rows.columns, whole = columns / kUnits * kUnits, stop = whole_columns(columns);
     const int shift = log2_of(scales.group);
-    const int64_t n = (columns + scales.group - 1) >> shift;
-    for (int64_t k = 0, block = 0, stop = whole_columns(columns); k < stop; k += kUnits, ++block) {
-        const int64_t first = k >> shift;
-        const bool whole = k + kUnits <= columns;
+    const uint8_t* const* next = rows.next[0] ? rows.next : rows.data;
+    Blocks from;
+    for (int r = 0; r < kRows; ++r) from.data[r] = rows.data[r], from.scales[r] = rows.scales[r];
+    alignas(64) uint8_t last[kRows][kUnits / 2], last_scales[kRows][4 * W];
+    for (int64_t k = 0, block = 0; k < stop;) {
+        for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block) {
+            const int64_t first = k >> shift;
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-            const uint8_t* from = rows.data[r] + k / 2;
-            I words[4], zeros[Parts];
-            F s[Parts];
-            if (whole) {
-                if (prefetching && rows.next[0])
-                    for (int64_t line = 0; line < kUnits / 2; line += 64) prefetch(rows.next[r] + k / 2 + line);
+            for (int r = 0; r < kRows; ++r) {
+                I words[4], zeros[Parts];
+                F s[Parts];
 #pragma GCC unroll 4
-                for (int64_t i = 0; i < 4; ++i) words[i] = load_bytes(from + i * kVectorBytes);
-            } else {
-                const int64_t bytes = (columns - k) / 2;
-                for (int64_t line = 0; prefetching && rows.next[0] && line < bytes; line += 64)
-                    prefetch(rows.next[r] + k / 2 + line);
+                for (int64_t line = 0; prefetching && line < kUnits / 2; line += 64) prefetch(next[r] + k / 2 + line);
 #pragma GCC unroll 4
-                for (int64_t i = 0, left = bytes; i < 4; ++i, left -= kVectorBytes)
-                    words[i] = left >= kVectorBytes ? load_bytes(from + i * kVectorBytes)
-                               : left > 0           ? load_some_words(from + i * kVectorBytes, left)
-                                                    : zero_bytes();
-            }
-            transpose_lanes(words);
+                for (int64_t i = 0; i < 4; ++i) words[i] = load_bytes(from.data[r] + k / 2 + i * kVectorBytes);
+                transpose_lanes(words);
 #pragma GCC unroll 2
-            for (int p = 0; p < Parts; ++p) {
-                s[p] = unit_scales<From>(scales, by, r, first, n, p);
-                if constexpr (E == Element::u4) zeros[p] = to_integers(of_part<Parts>(scales.zero[r] + first, by, p));
+                for (int p = 0; p < Parts; ++p) {
+                    s[p] = unit_scales<From>(from, scales, by, r, first, p);
+                    if constexpr (E == Element::u4)
+                        zeros[p] = to_integers(of_part<Parts>(scales.zero[r] + first, by, p));
+                }
+                step(block, r, words, s, zeros);
             }
-            step(block, r, words, s, zeros);
         }
+        if (k < stop) copy_last<From>(from, k, columns, last, last_scales);
     }
 }
 
@@ -100,7 +87,7 @@ MOESTRO_INLINE void walk_shared(const FourRows& rows, const Scales& scales, Step
         }
         transpose_lanes(words);
         for (int p = 0; p < Parts; ++p) {
-            s[p] = shared_scales<From>(scales, k, n, p);
+            s[p] = shared_scales<From>(rows, scales, k, n, p);
             if constexpr (E == Element::u4) zeros[p] = to_integers(shared_zeros(scales, k, n, p));
         }
         step(block, words, s, zeros);
@@ -138,47 +125,55 @@ MOESTRO_INLINE float scale_of_row(const float* row) {
     std::memcpy(&s, row, sizeof s);
     return s;
 }
-MOESTRO_INLINE void take_scales(const float* const* x, int64_t m, float* out) {
-    for (int64_t t = 0; t < m; ++t)
-        for (int r = 0; r < kRows; ++r) out[kRows * t + r] *= scale_of_row(x[t]);
+MOESTRO_INLINE void take_scales(float factor, const float* const* x, int64_t m, int64_t steps, float* out) {
+    for (int64_t t = 0; t < m; ++t) {
+        const float s = factor * scale_of_row(x[t]);
+        for (int64_t i = 0; i < steps; ++i)
+            for (int r = 0; r < kRows; ++r) out[kRows * (i * m + t) + r] *= s;
+    }
 }
 
 // For each output, floats are added block by block and part by part, whatever M and wherever weights are decoded.
 template <class Rows, Element E, int Parts, ScalesFrom From, int M>
-static void few(const FourRows& rows, const Scales& scales, const float* const* x, float* out) {
+static void few(FourRows rows, const Scales& scales, const float* const* x, float* out) {
     constexpr int64_t kStep = Rows::kVectors * kVectorBytes;
     const int64_t row_bytes = padded_columns(E, rows.columns) * Rows::kVectors;
-    F sum[kRows][M];
+    const PartUnits<Parts> units(scales.group);
     const int8_t* bytes[M];
 #pragma GCC unroll 4
-    for (int t = 0; t < M; ++t) {
-        bytes[t] = bytes_of_row(x[t]);
+    for (int t = 0; t < M; ++t) bytes[t] = bytes_of_row(x[t]);
+    for (int64_t i = 0; i < rows.steps; ++i, rows.go_on(), out += kRows * M) {
+        F sum[kRows][M];
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
-    }
-    walk_units<E, Parts, From>(
-        rows, scales, true,
-        [&](int64_t block, int r, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+            for (int t = 0; t < M; ++t) sum[r][t] = zero();
+        }
+        walk_units<E, Parts, From>(
+            rows, scales, units.by, true,
+            [&](int64_t block, int r, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-            for (int p = 0; p < Parts; ++p) {
-                typename Rows::UnitSum acc[M];
-                const auto own = [&](int t) __attribute__((always_inline)) {
-                    return starts_of<Rows>(bytes[t] + row_bytes, block * Parts + p);
-                };
+                for (int p = 0; p < Parts; ++p) {
+                    typename Rows::UnitSum acc[M];
+                    const auto own = [&](int t) __attribute__((always_inline)) {
+                        return starts_of<Rows>(bytes[t] + row_bytes, block * Parts + p);
+                    };
 #pragma GCC unroll 4
-                for (int t = 0; t < M; ++t) acc[t] = start_of<Rows, E>(own(t));
+                    for (int t = 0; t < M; ++t) acc[t] = start_of<Rows, E>(own(t));
 #pragma GCC unroll 8
-                for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i) {
-                    const I w = code_at<E>(words, i);
+                    for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i) {
+                        const I w = code_at<E>(words, i);
 #pragma GCC unroll 4
-                    for (int t = 0; t < M; ++t) acc[t].add(w, Rows::take(bytes[t] + (block * 8 + i) * kStep));
+                        for (int t = 0; t < M; ++t) acc[t].add(w, Rows::take(bytes[t] + (block * 8 + i) * kStep));
+                    }
+#pragma GCC unroll 4
+                    for (int t = 0; t < M; ++t)
+                        sum[r][t] = fma(end_of<Rows, E>(acc[t], own(t), zeros[p]), s[p], sum[r][t]);
                 }
+            });
 #pragma GCC unroll 4
-                for (int t = 0; t < M; ++t) sum[r][t] = fma(end_of<Rows, E>(acc[t], own(t), zeros[p]), s[p], sum[r][t]);
-            }
-        });
-#pragma GCC unroll 4
-    for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
+        for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
+    }
 }
 
 // Four rows decoded for many tokens: codes [row][block][vector], scales and zeros [block][row][part].
@@ -193,7 +188,7 @@ struct Panel {
 template <class Tiled, Element E, int Parts, ScalesFrom From>
 static void decode_units(const FourRows& rows, const Scales& scales, const Panel& panel) {
     walk_units<E, Parts, From>(
-        rows, scales, false,
+        rows, scales, PartUnits<Parts>(scales.group).by, false,
         [&](int64_t block, int r, const I* words, const F* s, const I* zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 16
             for (int i = 0; i < 8 * Tiled::kVectors; ++i)
@@ -295,7 +290,7 @@ template <int M> struct SumsOfRows {
 
 // Integers all along the row: weights of a scale a row. A lane's sum of kMostColumns does not leave 32 bits.
 template <class Rows, int M>
-static void int8_dots(const FourRows& rows, const float* const* scales, const float* const* x, float* out) {
+static void int8_dots(const FourRows& rows, const float* scales, const float* const* x, float* out) {
     const int8_t* bytes[M];
     for (int t = 0; t < M; ++t) bytes[t] = bytes_of_row(x[t]);
     typename Rows::template Total<M> total;
@@ -335,12 +330,12 @@ static void int8_dots(const FourRows& rows, const float* const* scales, const fl
         float four[kRows];
         total.of_token(t, four);
         const float s = scale_of_row(x[t]);
-        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = four[r] * scales[r][0] * s;
+        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = four[r] * scales[r] * s;
     }
 }
 
-using Int8Dots = void (*)(const FourRows&, const float* const*, const float* const*, float*);
-using Few = void (*)(const FourRows&, const Scales&, const float* const*, float*);
+using Int8Dots = void (*)(const FourRows&, const float*, const float* const*, float*);
+using Few = void (*)(FourRows, const Scales&, const float* const*, float*);
 using Tile = void (*)(const Panel&, const float* const*, float*);
 // One function for each number of tokens up to `Most`.
 template <class Function, int Most, class Make> struct ByTokens {
@@ -403,58 +398,71 @@ static void many(const FourRows& rows, const Scales& scales, const float* const*
     }
 }
 
+// `factor` times what scales say.
 template <class Rows, Element E, int Parts, ScalesFrom From = ScalesFrom::floats>
-static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
-                  float* scratch) {
-    if (m <= kFewUnitTokens) {
-        static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<Rows, E, Parts, From>> kFew;
-        kFew.of[m](rows, scales, x, out);
-    } else {
-        many<Rows, E, Parts, From>(rows, scales, x, m, out, scratch);
-    }
-    add_shared<Rows, E, Parts, From>(rows, scales, x, m, out);
-    take_scales(x, m, out);
+static void units(const FourRows& rows, const Scales& scales, float factor, const float* const* x, int64_t m,
+                  float* out, float* scratch) {
+    static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<Rows, E, Parts, From>> kFew;
+    if (m <= kFewUnitTokens) kFew.of[m](rows, scales, x, out);
+    else
+        in_steps(rows, m, out,
+                 [&](const FourRows& four, float* to) { many<Rows, E, Parts, From>(four, scales, x, m, to, scratch); });
+    if (whole_columns(rows.columns) < rows.columns)
+        in_steps(rows, m, out,
+                 [&](const FourRows& four, float* to) { add_shared<Rows, E, Parts, From>(four, scales, x, m, to); });
+    take_scales(factor, x, m, rows.steps, out);
 }
 
+// Weights of int8, one step of them.
+template <class Rows> static void bytes_of_step(const FourRows& rows, const float* const* x, int64_t m, float* out) {
+    static constexpr ByTokens<Int8Dots, Rows::kTileTokens, MakeInt8<Rows>> kDots;
+    float scales[kRows];
+    for (int r = 0; r < kRows; ++r) scales[r] = rows.global_scale[r] * one_scale(rows.scale, rows.scales[r]);
+    if (m <= Rows::kTileTokens) return m > 0 ? kDots.of[m](rows, scales, x, out) : void();
+    Prefetched next(rows, rows.columns, m, Rows::kTileTokens);
+    FourRows alone = rows;
+    alone.next[0] = nullptr;
+    for (int64_t t = 0; m > 0; x += t, out += kRows * t, m -= t) {
+        t = next_tile(m, Rows::kTileTokens);
+        next.some();
+        kDots.of[t](alone, scales, x, out);
+    }
+}
+
+// Nibbles, one step of them, whose scales and zero points are read first.
 template <class Rows, Element E>
-static void run_integers(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+static void nibbles_of_step(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t n = rows.group_columns ? (rows.columns + rows.group_columns - 1) / rows.group_columns : 1;
     const int64_t room = round_up(n, W) + 2 * W;
     const float factor = E == Element::e2m1 ? 0.5f : 1.0f;  // codes are of twice the value
     Scales scales = {};
     scales.group = rows.group_columns ? rows.group_columns : round_up(rows.columns, kUnits);
-    if constexpr (E == Element::e2m1) {
-        if (scales_from(rows) == ScalesFrom::powers) {
-            for (int r = 0; r < kRows; ++r)
-                scales.stored[r] = rows.scales[r], scales.factor[r] = rows.global_scale[r] * factor;
-            return units<Rows, E, 1, ScalesFrom::powers>(rows, scales, x, m, out, scratch);
-        }
-    }
     for (int r = 0; r < kRows; ++r, scratch += room) {
         read_scales(rows.scale, rows.scales[r], n, rows.global_scale[r] * factor, scratch, room);
         scales.scale[r] = scratch;
     }
-    if constexpr (E == Element::i8) {
-        static constexpr ByTokens<Int8Dots, Rows::kTileTokens, MakeInt8<Rows>> kDots;
-        if (m <= Rows::kTileTokens) return m > 0 ? kDots.of[m](rows, scales.scale, x, out) : void();
-        Prefetched next(rows, rows.columns, m, Rows::kTileTokens);
-        FourRows alone = rows;
-        alone.next[0] = nullptr;
-        for (int64_t t = 0; m > 0; x += t, out += kRows * t, m -= t) {
-            t = next_tile(m, Rows::kTileTokens);
-            next.some();
-            kDots.of[t](alone, scales.scale, x, out);
+    if constexpr (E == Element::u4) {
+        for (int r = 0; r < kRows; ++r, scratch += room) {
+            read_zeros(rows.zeros[r], n, scratch, room);
+            scales.zero[r] = scratch;
         }
-    } else {
-        if constexpr (E == Element::u4) {
-            for (int r = 0; r < kRows; ++r, scratch += room) {
-                read_zeros(rows.zeros[r], n, scratch, room);
-                scales.zero[r] = scratch;
-            }
-        }
-        if (parts_of(rows.group_columns) == 2) return units<Rows, E, 2>(rows, scales, x, m, out, scratch);
-        units<Rows, E, 1>(rows, scales, x, m, out, scratch);
     }
+    if (parts_of(rows.group_columns) == 2) return units<Rows, E, 2>(rows, scales, 1.0f, x, m, out, scratch);
+    units<Rows, E, 1>(rows, scales, 1.0f, x, m, out, scratch);
+}
+
+template <class Rows, Element E>
+static void run_integers(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+    if constexpr (E == Element::e2m1) {
+        if (scales_from(rows) == ScalesFrom::powers) {
+            const Scales scales = {rows.group_columns, {}, {}};
+            return units<Rows, E, 1, ScalesFrom::powers>(rows, scales, 0.5f, x, m, out, scratch);
+        }
+    }
+    in_steps(rows, m, out, [&](const FourRows& four, float* to) {
+        if constexpr (E == Element::i8) bytes_of_step<Rows>(four, x, m, to);
+        else nibbles_of_step<Rows, E>(four, x, m, to, scratch);
+    });
 }
 
 template <class Rows>

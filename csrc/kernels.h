@@ -76,6 +76,13 @@ static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor
     for (; i + W <= room; i += W) store(to + i, zero());
     if (i < room) store(to + room - W, zero());
 }
+// That of a row with one.
+static float one_scale(Scale type, const uint8_t* from) {
+    alignas(64) float scale[3 * W];
+    if (type == Scale::f32) std::memcpy(scale, from, sizeof(float));
+    else read_scales(type, from, 1, 1.0f, scale, 3 * W);
+    return scale[0];
+}
 static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) {
     int64_t i = 0;
     for (; i + W <= n; i += W) store(to + i, load_u8(from + i));
@@ -130,6 +137,13 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
                  scaled(load_some<E>(c + at, n), sc), scaled(load_some<E>(d + at, n), sd));
         }
     }
+}
+
+// Calls `one(rows of a step, where their sums go)` for each of the steps.
+template <class One> MOESTRO_INLINE void in_steps(const FourRows& rows, int64_t m, float* out, One one) {
+    FourRows four = rows;
+    four.steps = 1;
+    for (int64_t s = 0; s < rows.steps; ++s, four.go_on(), out += kRows * m) one(four, out);
 }
 
 template <Element E> MOESTRO_INLINE auto values_of() {
@@ -404,7 +418,10 @@ static void run(const FourRows& asked, const float* const* x, int64_t m, float* 
 }
 
 static void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    moestro::with_element(rows.element, [&](auto e) { run<decltype(e)::value>(rows, x, m, out, scratch); });
+    moestro::with_element(rows.element, [&](auto e) {
+        in_steps(rows, m, out,
+                 [&](const FourRows& four, float* to) { run<decltype(e)::value>(four, x, m, to, scratch); });
+    });
 }
 
 }  // namespace MOESTRO_ISA

@@ -73,7 +73,7 @@ private:
     }
 
     void take_ranges() {
-        const int64_t sums = 4 * kBlock, segment = kBlock * kChunk;
+        const int64_t sums = kChunk * kBlock, segment = kBlock * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
         const int64_t panel = round_up(std::max({scratch_floats(layout_.padded, kBlock), of_tiles, of_rows}), 16);
@@ -121,29 +121,50 @@ private:
         const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
         if (reader.counts && integers > 0) count(Stage::linear, kernel);
         if (reader.counts && integers < m) count(Stage::linear, float_kernel);
-        const int64_t ahead = 4 * steps_ahead(p.row_bytes(), 4);
-        for (int64_t at = part.first_row; at < part.last_row; at += 4) {
-            ReadRow four[4], next[4];
-            rows_of_step(*reader.range, at, four);
-            FourRows rows;
-            take_rows(rows, p, 0, four);
+        const int64_t most = integers > 0 && integers < m ? 1 : kChunk;
+        for (int64_t at = part.first_row; at < part.last_row;) {
+            FourRows rows = describe(reader, at, most);
             rows.decoded = float_kernel == Kernel::decoded_dots;
-            int64_t then = at;
-            if (const Range* range = reader.ahead(then, ahead)) {
-                rows_of_step(*range, then, next);
-                follow(rows, p, 0, next);
-            }
             if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
             if (integers < m) isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
-            for (int64_t j = 0; j < 4; ++j)
-                for (int64_t r = 0; four[j].counts && r < m; ++r)
-                    part.out[row_of[r] * kChunk + four[j].column] = part.sums[4 * r + j];
+            const float* sums = part.sums;
+            for (int64_t s = 0; s < rows.steps; ++s, at += 4, sums += 4 * m) {
+                ReadRow four[4];
+                rows_of_step(*reader.range, at, four);
+                for (int64_t j = 0; j < 4; ++j)
+                    for (int64_t r = 0; four[j].counts && r < m; ++r)
+                        part.out[row_of[r] * kChunk + four[j].column] = sums[4 * r + j];
+            }
         }
     }
 
-    static void rows_of_step(const Range& range, int64_t i, ReadRow* at) {
+    // The rows of up to `most` steps from row `at` on: they and what is fetched meanwhile are where a stride leads.
+    FourRows describe(Reader& reader, int64_t at, int64_t most) const {
+        const Projection& p = call_.weights;
+        ReadRow four[4], next[4];
+        FourRows rows;
+        rows_of_step(*reader.range, at, four);
+        take_rows(rows, p, 0, four);
+        const auto in_line = [&](const Range& range, const ReadRow* of) {
+            const Chunk chunk = chunk_of(range, at);
+            return steps_by_stride(p, of, std::min(most, steps_in_line(chunk, at - chunk.first)));
+        };
+        rows.steps = most = in_line(*reader.range, four);
+        if (const Range* range = reader.ahead(at, 4 * steps_ahead(p.row_bytes(), 4))) {
+            rows_of_step(*range, at, next);
+            rows.steps = in_line(*range, next);
+            follow(rows, p, 0, next);
+        }
+        return rows;
+    }
+
+    static Chunk chunk_of(const Range& range, int64_t i) {
         const int64_t first = first_of_chunk(range.first, i);
-        interleave<4>({first, std::min(kChunk, range.last - first), false, 0}, i - first, at);
+        return {first, std::min(kChunk, range.last - first), false, 0};
+    }
+    static void rows_of_step(const Range& range, int64_t i, ReadRow* at) {
+        const Chunk chunk = chunk_of(range, i);
+        interleave<4>(chunk, i - chunk.first, at);
     }
 
     void tiled(Reader& reader, const Part& part) const {

@@ -116,11 +116,13 @@ static bool bfloat16_row(Element, int64_t columns, int64_t, const float* from, f
 }
 
 static void four_bfloat16_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float*) {
-    in_tiles(rows, m, [&](const FourRows& some, int64_t first, int64_t n) {
-        const uint8_t* tokens[kPairTokens];
-        for (int64_t t = 0; t < n; ++t) tokens[t] = reinterpret_cast<const uint8_t*>(x[first + t]);
-        float* to = out + kRows * first;
-        products<OfBfloat16>(some, tokens, n, [&](int64_t t, int r, float sum) { to[kRows * t + r] = sum; });
+    in_steps(rows, m, out, [&](const FourRows& four, float* sums) {
+        in_tiles(four, m, [&](const FourRows& some, int64_t first, int64_t n) {
+            const uint8_t* tokens[kPairTokens];
+            for (int64_t t = 0; t < n; ++t) tokens[t] = reinterpret_cast<const uint8_t*>(x[first + t]);
+            float* to = sums + kRows * first;
+            products<OfBfloat16>(some, tokens, n, [&](int64_t t, int r, float sum) { to[kRows * t + r] = sum; });
+        });
     });
 }
 
@@ -128,15 +130,9 @@ static int64_t no_scratch(int64_t) { return 0; }
 
 static const moestro::RowOps kBfloat16 = {bfloat16_row_floats, bfloat16_row, four_bfloat16_rows, no_scratch};
 
-// As int8_rows, whose sums these are. One token has no other to share a product with.
-static void int8_rows_by_products(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    if (rows.element != Element::i8 || m < 2) return int8_rows(rows, x, m, out, scratch);
+static void int8_products(const FourRows& rows, const float* const* x, int64_t m, float* out) {
     float own[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        alignas(16) float scale[3 * W];
-        read_scales(rows.scale, rows.scales[r], 1, rows.global_scale[r], scale, 3 * W);
-        own[r] = scale[0];
-    }
+    for (int r = 0; r < kRows; ++r) own[r] = rows.global_scale[r] * one_scale(rows.scale, rows.scales[r]);
     in_tiles(rows, m, [&](const FourRows& some, int64_t first, int64_t n) {
         const uint8_t* tokens[kPairTokens];
         float scales[kPairTokens];
@@ -149,6 +145,11 @@ static void int8_rows_by_products(const FourRows& rows, const float* const* x, i
             to[kRows * t + r] = static_cast<float>(sum) * own[r] * scales[t];
         });
     });
+}
+// As int8_rows, whose sums these are. One token has no other to share a product with.
+static void int8_rows_by_products(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+    if (rows.element != Element::i8 || m < 2) return int8_rows(rows, x, m, out, scratch);
+    in_steps(rows, m, out, [&](const FourRows& four, float* to) { int8_products(four, x, m, to); });
 }
 
 static const moestro::RowOps kInt8ByProducts = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>,

@@ -47,4 +47,12 @@ template <int N> inline void interleave(const Chunk& chunk, int64_t column, Read
     }
 }
 
+// How many steps of four rows, from that of `column` on, read the row behind each of those of the step before.
+inline int64_t steps_in_line(const Chunk& chunk, int64_t column) {
+    const int doubled = chunk.alternate, halved = chunk.up_distance != 0, each = 4 >> halved;
+    const int64_t rows = chunk.columns << doubled, steps = (rows + each - 1) >> (2 - halved);
+    const int64_t step = column << doubled >> (2 - halved);
+    return std::max<int64_t>(1, std::min(steps, rows - (each - 1) * steps) - step);
+}
+
 }  // namespace moestro

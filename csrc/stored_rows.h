@@ -9,12 +9,15 @@
 
 namespace moestro {
 
-// The rows `at` of an expert's projection; none come next.
+// The rows `at` of an expert's projection, one step of them; none come next.
 inline void take_rows(FourRows& found, const Projection& p, int64_t expert, const ReadRow* at) {
     found.element = p.element;
     found.scale = p.scale;
     found.columns = p.columns;
     found.group_columns = p.group_columns;
+    found.row_stride = p.row_stride;
+    found.scale_stride = p.group_rows == 1 ? p.scale_row_stride : 0;
+    found.zero_stride = p.group_rows == 1 ? p.zero_row_stride : 0;
     Matrix m = p.matrix(expert, 0);
     for (int i = 0; i < 4; ++i) {
         int64_t row = at[i].row;
@@ -26,7 +29,13 @@ inline void take_rows(FourRows& found, const Projection& p, int64_t expert, cons
         found.global_scale[i] = 1.0f;
         if (m.global_scale) std::memcpy(found.global_scale + i, m.global_scale, sizeof(float));  // at any address
     }
-    found.next[0] = nullptr;
+    for (const uint8_t*& next : found.next) next = nullptr;
+}
+// Of `steps` steps from the rows `at` on, how many have each row and its scales where a stride leads.
+inline int64_t steps_by_stride(const Projection& p, const ReadRow* at, int64_t steps) {
+    if (p.num_blocks > 1) return 1;
+    for (int i = 0; i < 4 && p.group_rows > 1; ++i) steps = std::min(steps, p.group_rows - at[i].row % p.group_rows);
+    return steps;
 }
 inline FourRows rows_of(const Projection& p, int64_t expert, const int64_t* at) {
     ReadRow rows[4] = {};
@@ -45,7 +54,9 @@ inline const uint8_t* data_of(const Projection& p, int64_t expert, int64_t row) 
 // Has the rows say that the rows `at` of an expert's projection come next, and fetches the scales of these.
 inline void follow(FourRows& rows, const Projection& p, int64_t expert, const ReadRow* at) {
     Matrix m = p.matrix(expert, 0);
-    const int64_t scale_bytes = p.group_rows == 1 ? p.num_groups() * p.scale_size() : 0;
+    const int64_t of_row = p.num_groups() * p.scale_size(), steps = rows.steps;
+    const int64_t scale_bytes = p.group_rows == 1 ? (steps - 1) * p.scale_row_stride + of_row : 0;
+    rows.next_stride = p.row_stride;
     for (int i = 0; i < 4; ++i) {
         int64_t row = at[i].row;
         if (p.num_blocks > 1) m = p.matrix_of(expert, row);

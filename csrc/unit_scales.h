@@ -11,15 +11,16 @@ struct Scales {
     int64_t group;
     const float* scale[kRows];
     const float* zero[kRows];
-    const uint8_t* stored[kRows];  // where each unit has a scale that is a power of two, a byte
-    float factor[kRows];           // of those
 };
 
-// Which of the two. Scales as floats of a scratch are loaded right after they were stored, which takes longer than
-// making them of bytes in the registers where they are needed; of other kinds that is not measured.
+// Where they are read: of floats in a scratch; or of the rows themselves where each unit has one that is a power of
+// two, a byte. Floats are loaded right after they were stored, which takes longer than making them of bytes in the
+// registers where they are needed; of other kinds that is not measured.
 enum class ScalesFrom { floats, powers };
 MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
-    return rows.scale == Scale::e8m0 && rows.group_columns == 32 ? ScalesFrom::powers : ScalesFrom::floats;
+    bool powers = rows.scale == Scale::e8m0 && rows.group_columns == 32;
+    for (float global : rows.global_scale) powers = powers && global == 1.0f;
+    return powers ? ScalesFrom::powers : ScalesFrom::floats;
 }
 
 template <int Parts> MOESTRO_INLINE F of_part(const float* p, const Units (&by)[Parts], int part) {
@@ -37,16 +38,17 @@ MOESTRO_INLINE void of_shared_lanes(const Scales& scales, int64_t k, int64_t n, 
         for (int64_t r = 0; r < kRows && at < n; ++r) put(4 * unit + r, r, at);
     }
 }
-template <ScalesFrom From> MOESTRO_INLINE F shared_scales(const Scales& scales, int64_t k, int64_t n, int64_t part) {
+template <ScalesFrom From>
+MOESTRO_INLINE F shared_scales(const FourRows& rows, const Scales& scales, int64_t k, int64_t n, int64_t part) {
     alignas(64) uint8_t stored[W];
-    alignas(64) float factor[W] = {};
+    alignas(64) float floats[W] = {};
     for (int l = 0; l < W; ++l) stored[l] = 127;
     of_shared_lanes(scales, k, n, part, [&](int64_t l, int64_t r, int64_t at) {
-        if constexpr (From == ScalesFrom::powers) stored[l] = scales.stored[r][at], factor[l] = scales.factor[r];
-        else factor[l] = scales.scale[r][at];
+        if constexpr (From == ScalesFrom::powers) stored[l] = rows.scales[r][at];
+        else floats[l] = scales.scale[r][at];
     });
-    if constexpr (From == ScalesFrom::powers) return load_e8m0(stored) * load(factor);
-    return load(factor);
+    if constexpr (From == ScalesFrom::powers) return load_e8m0(stored);
+    return load(floats);
 }
 MOESTRO_INLINE F shared_zeros(const Scales& scales, int64_t k, int64_t n, int64_t part) {
     alignas(64) float zeros[W] = {};
@@ -54,17 +56,46 @@ MOESTRO_INLINE F shared_zeros(const Scales& scales, int64_t k, int64_t n, int64_
     return load(zeros);
 }
 
-// Those of row r from the scale `first` of `n` on.
-template <ScalesFrom From, int Parts> MOESTRO_INLINE F unit_scales(const Scales& scales, const Units (&by)[Parts],
-                                                                   int r, int64_t first, int64_t n, int part) {
-    if constexpr (From == ScalesFrom::floats) return of_part<Parts>(scales.scale[r] + first, by, part);
-    const uint8_t* from = scales.stored[r] + first;
-    alignas(64) uint8_t padded[4 * W];
-    if (n - first < W) {
-        copy_some(padded, from, n - first, 127);
-        from = padded;
+// What the four rows hold of a block, at its columns and scales counted from the first of the row.
+struct Blocks {
+    const uint8_t* data[kRows];
+    const uint8_t* scales[kRows];
+};
+
+// The last bytes of a row, followed by zeros.
+static __attribute__((noinline)) const uint8_t* copied(const uint8_t* from, int64_t n, uint8_t* padded, int64_t size) {
+    std::memset(padded, 0, static_cast<size_t>(size));
+    std::memcpy(padded, from, static_cast<size_t>(n));
+    return padded;
+}
+
+// Has `from` hold copies of the last bytes of the rows and of their scales, from column k on.
+template <ScalesFrom From> static __attribute__((noinline)) void copy_last(Blocks& from, int64_t k, int64_t columns,
+                                                                           uint8_t (&data)[kRows][16 * W],
+                                                                           uint8_t (&scales)[kRows][4 * W]) {
+    const int64_t first = k / 32, n = (columns - k + 31) / 32;
+    for (int r = 0; r < kRows; ++r) {
+        from.data[r] = copied(from.data[r] + k / 2, (columns - k) / 2, data[r], 16 * W) - k / 2;
+        if (From == ScalesFrom::floats) continue;
+        copy_some(scales[r], from.scales[r] + first, n, 127);
+        from.scales[r] = scales[r] - first;
     }
-    return of_units(load_e8m0(from) * set1(scales.factor[r]), by[part]);
+}
+
+// What lane each scale goes to, of every part of a block.
+template <int Parts> struct PartUnits {
+    Units by[Parts];
+    explicit PartUnits(int64_t group) {
+        for (int p = 0; p < Parts; ++p) by[p] = units_of(group, p);
+    }
+};
+
+// The scales of row r from the one `first` on, of a whole block.
+template <ScalesFrom From, int Parts> MOESTRO_INLINE F unit_scales(const Blocks& from, const Scales& scales,
+                                                                   const Units (&by)[Parts], int r, int64_t first,
+                                                                   int part) {
+    if constexpr (From == ScalesFrom::powers) return of_unit_powers(from.scales[r] + first, by[part]);
+    return of_part<Parts>(scales.scale[r] + first, by, part);
 }
 
 }  // namespace MOESTRO_ISA

@@ -18,6 +18,8 @@
 
 namespace moestro {
 
+constexpr int64_t kSums = kInt8TileRows * kTokenBlock;  // that a thread has room for
+
 class Walk : public Workspace<Walk> {
 public:
     Walk(const Isa& isa, const Call& call, const ExpertIds& ids, int64_t first_token, int64_t num_tokens);
@@ -74,12 +76,13 @@ private:
     void down(const Active& active, Reader& reader, int64_t first, int64_t m, const Room& room);
     Block block_of(const Active& active, int64_t first, int64_t m, bool down) const;
     Products products(const Projection& p, const Active& active, const Block& block, int64_t m, const Room& room) const;
-    void multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room,
-                  ReadRow* at) const;
+    int64_t multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room) const;
     void count(const Products& products, const Reader& reader, int64_t m) const;
     template <int N>
-    void describe(const Products& products, Reader& reader, int64_t column, ReadRow* at, FourRows* rows) const;
+    void describe(const Products& products, Reader& reader, int64_t column, int64_t most, FourRows* rows) const;
     template <int N> void rows_of_step(const Range& range, int64_t i, ReadRow* at) const;
+    void rows_of(const Products& products, const Range& range, int64_t i, ReadRow* at) const;
+    Chunk chunk_of(const Range& range, int64_t i) const;
     void add_bias(const FloatArray& bias, int64_t expert, int64_t first, int64_t n, int64_t m, float* const* sums);
     void add_gate_up_bias(int64_t expert, int64_t column, int64_t n, int64_t m, const Room& room);
 

@@ -67,24 +67,42 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     return found;
 }
 
-// Which rows of weights are read in the step that computes column `i` of a range.
-template <int N> void Walk::rows_of_step(const Range& range, int64_t i, ReadRow* at) const {
+Chunk Walk::chunk_of(const Range& range, int64_t i) const {
     const Activation& act = call_.activation;
     const int64_t first = first_of_chunk(range.first, i), columns = std::min(kChunk, range.last - first);
     const bool both = !range.down && act.gated;
-    const Chunk chunk = {first, columns, both && act.interleaved,
-                         both && !act.interleaved ? call_.intermediate_size : 0};
-    interleave<N>(chunk, i - first, at);
+    return {first, columns, both && act.interleaved, both && !act.interleaved ? call_.intermediate_size : 0};
 }
 
+// Which rows of weights are read in the step that computes column `i` of a range.
+template <int N> void Walk::rows_of_step(const Range& range, int64_t i, ReadRow* at) const {
+    const Chunk chunk = chunk_of(range, i);
+    interleave<N>(chunk, i - chunk.first, at);
+}
+void Walk::rows_of(const Products& products, const Range& range, int64_t i, ReadRow* at) const {
+    if (products.rows == kInt8TileRows) rows_of_step<kInt8TileRows>(range, i, at);
+    else if (products.rows == 8) rows_of_step<8>(range, i, at);
+    else rows_of_step<4>(range, i, at);
+}
+
+// The rows of the step that begins at a column and, where these are four, of up to `most` steps: they and what is
+// fetched meanwhile have to be where a stride leads.
 template <int N>
-void Walk::describe(const Products& products, Reader& reader, int64_t column, ReadRow* at, FourRows* rows) const {
+void Walk::describe(const Products& products, Reader& reader, int64_t column, int64_t most, FourRows* rows) const {
+    const Projection& p = products.projection;
+    ReadRow at[N];
     rows_of_step<N>(*reader.range, column, at);
-    for (int64_t i = 0; i < N; i += 4) take_rows(rows[i / 4], products.projection, products.expert, at + i);
+    for (int64_t i = 0; i < N; i += 4) take_rows(rows[i / 4], p, products.expert, at + i);
+    const auto in_line = [&](const Range& range, const Projection& of, const ReadRow* four) {
+        const Chunk chunk = chunk_of(range, column);
+        return steps_by_stride(of, four, std::min(most, steps_in_line(chunk, column - chunk.first)));
+    };
+    if (N == 4) rows->steps = most = in_line(*reader.range, p, at);
     const Range* then = reader.ahead(column, products.ahead);
     if (!then) return;
     ReadRow next[N];
     rows_of_step<N>(*then, column, next);
+    if (N == 4) rows->steps = in_line(*then, projection(*then), next);
     for (int64_t i = 0; i < N; i += 4) moestro::follow(rows[i / 4], projection(*then), expert(*then), next + i);
 }
 
@@ -94,27 +112,28 @@ void Walk::count(const Products& products, const Reader& reader, int64_t m) cons
     if (row_ops_ && products.integers < m) moestro::count(stage, products.float_kernel);
 }
 
-// sums[t][i] of the rows of the step that begins at a column, and m tokens; says which rows these are.
-void Walk::multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room,
-                    ReadRow* at) const {
+// sums[step][t][i] of m tokens and the rows of some steps, the first of which begins at a column; returns how many.
+int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room) const {
     float* const sums = room.sums;
     if (reader.counts && column == reader.range->first) count(products, reader, m);
     if (products.kernel == Kernel::eight_row_dots) {
         FourRows rows[2];
-        describe<8>(products, reader, column, at, rows);
+        describe<8>(products, reader, column, 1, rows);
         isa_.eight_rows(rows, products.x, m, sums, room.panel);
     } else if (products.kernel == Kernel::int8_tiles) {
         FourRows rows[kInt8TileRows / 4];
-        describe<kInt8TileRows>(products, reader, column, at, rows);
+        describe<kInt8TileRows>(products, reader, column, 1, rows);
         int8_tiles()->rows(rows, products.packed, m, sums, room.panel);
     } else {
         FourRows rows;
-        describe<4>(products, reader, column, at, &rows);
-        take_kernel(rows, products.float_kernel);
         const int64_t n = products.integers;
+        describe<4>(products, reader, column, n > 0 && n < m ? 1 : kSums / (4 * m), &rows);
+        take_kernel(rows, products.float_kernel);
         if (n > 0) row_ops_->four_rows(rows, products.x, n, sums, room.panel);
         if (n < m) isa_.four_rows(rows, products.x + n, m - n, sums + 4 * n, room.panel);
+        return rows.steps;
     }
+    return 1;
 }
 
 // Adds the bias of n outputs of an expert, the first of them given, to each of m rows of sums.
@@ -152,12 +171,16 @@ void Walk::gate_up(const Active& active, Reader& reader, int64_t first, int64_t 
     const int64_t step = call_.activation.gated ? all.rows / 2 : all.rows;
     for (int64_t c = range.first; c < range.last; c += kChunk) {
         const int64_t stop = std::min(c + kChunk, range.last);
-        for (int64_t i = c; i < stop; i += step) {
-            ReadRow at[kInt8TileRows];
-            multiply(all, reader, i, m, room, at);
-            for (int64_t j = 0; j < all.rows; ++j) {
-                float* to = (at[j].up ? room.up : room.gate) + at[j].column;
-                for (int64_t t = 0; t < m && at[j].counts; ++t) to[t * kChunk] = room.sums[all.rows * t + j];
+        for (int64_t i = c; i < stop;) {
+            const int64_t steps = multiply(all, reader, i, m, room);
+            const float* sums = room.sums;
+            for (int64_t s = 0; s < steps; ++s, i += step, sums += all.rows * m) {
+                ReadRow at[kInt8TileRows];
+                rows_of(all, range, i, at);
+                for (int64_t j = 0; j < all.rows; ++j) {
+                    float* to = (at[j].up ? room.up : room.gate) + at[j].column;
+                    for (int64_t t = 0; t < m && at[j].counts; ++t) to[t * kChunk] = sums[all.rows * t + j];
+                }
             }
         }
         add_gate_up_bias(active.expert, c, stop - c, m, room);
@@ -181,12 +204,16 @@ void Walk::down(const Active& active, Reader& reader, int64_t first, int64_t m, 
     const Range& range = *reader.range;
     const Block block = block_of(active, first, m, true);
     const Products all = products(call_.down, active, block, m, room);
-    for (int64_t i = range.first; i < range.last; i += all.rows) {
-        ReadRow at[kInt8TileRows];
-        multiply(all, reader, i, m, room, at);
-        for (int64_t j = 0; j < all.rows; ++j)
-            for (int64_t t = 0; t < m && at[j].counts; ++t)
-                y_[block.row[t] * y_stride_ + at[j].row] = room.sums[all.rows * t + j];
+    for (int64_t i = range.first; i < range.last;) {
+        const int64_t steps = multiply(all, reader, i, m, room);
+        const float* sums = room.sums;
+        for (int64_t s = 0; s < steps; ++s, i += all.rows, sums += all.rows * m) {
+            ReadRow at[kInt8TileRows];
+            rows_of(all, range, i, at);
+            for (int64_t j = 0; j < all.rows; ++j)
+                for (int64_t t = 0; t < m && at[j].counts; ++t)
+                    y_[block.row[t] * y_stride_ + at[j].row] = sums[all.rows * t + j];
+        }
     }
     if (!call_.down_bias.data) return;
     for (int64_t i = range.first; i < range.last; i += kChunk) {
