@@ -34,6 +34,7 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const
     for (int r = 0; r < kRows; ++r) from.data[r] = rows.data[r], from.scales[r] = rows.scales[r];
     alignas(64) uint8_t last[kRows][kUnits / 2], last_scales[kRows][4 * W];
     for (int64_t k = 0, block = 0; k < stop;) {
+        if (k == whole) copy_last<From>(from, k, columns, last, last_scales);
         for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block) {
             const int64_t first = k >> shift;
 #pragma GCC unroll 4
@@ -54,7 +55,6 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const
                 step(block, r, words, s, zeros);
             }
         }
-        if (k < stop) copy_last<From>(from, k, columns, last, last_scales);
     }
 }
 
@@ -125,9 +125,9 @@ MOESTRO_INLINE float scale_of_row(const float* row) {
     std::memcpy(&s, row, sizeof s);
     return s;
 }
-MOESTRO_INLINE void take_scales(float factor, const float* const* x, int64_t m, int64_t steps, float* out) {
+MOESTRO_INLINE void take_scales(const float* const* x, int64_t m, int64_t steps, float* out) {
     for (int64_t t = 0; t < m; ++t) {
-        const float s = factor * scale_of_row(x[t]);
+        const float s = scale_of_row(x[t]);
         for (int64_t i = 0; i < steps; ++i)
             for (int r = 0; r < kRows; ++r) out[kRows * (i * m + t) + r] *= s;
     }
@@ -398,10 +398,9 @@ static void many(const FourRows& rows, const Scales& scales, const float* const*
     }
 }
 
-// `factor` times what scales say.
 template <class Rows, Element E, int Parts, ScalesFrom From = ScalesFrom::floats>
-static void units(const FourRows& rows, const Scales& scales, float factor, const float* const* x, int64_t m,
-                  float* out, float* scratch) {
+static void units(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
+                  float* scratch) {
     static constexpr ByTokens<Few, kFewUnitTokens, MakeFew<Rows, E, Parts, From>> kFew;
     if (m <= kFewUnitTokens) kFew.of[m](rows, scales, x, out);
     else
@@ -410,7 +409,7 @@ static void units(const FourRows& rows, const Scales& scales, float factor, cons
     if (whole_columns(rows.columns) < rows.columns)
         in_steps(rows, m, out,
                  [&](const FourRows& four, float* to) { add_shared<Rows, E, Parts, From>(four, scales, x, m, to); });
-    take_scales(factor, x, m, rows.steps, out);
+    take_scales(x, m, rows.steps, out);
 }
 
 // Weights of int8, one step of them.
@@ -434,7 +433,7 @@ template <class Rows, Element E>
 static void nibbles_of_step(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
     const int64_t n = rows.group_columns ? (rows.columns + rows.group_columns - 1) / rows.group_columns : 1;
     const int64_t room = round_up(n, W) + 2 * W;
-    const float factor = E == Element::e2m1 ? 0.5f : 1.0f;  // codes are of twice the value
+    const float factor = E == Element::e2m1 ? kE2m1Factor : 1.0f;
     Scales scales = {};
     scales.group = rows.group_columns ? rows.group_columns : round_up(rows.columns, kUnits);
     for (int r = 0; r < kRows; ++r, scratch += room) {
@@ -447,8 +446,8 @@ static void nibbles_of_step(const FourRows& rows, const float* const* x, int64_t
             scales.zero[r] = scratch;
         }
     }
-    if (parts_of(rows.group_columns) == 2) return units<Rows, E, 2>(rows, scales, 1.0f, x, m, out, scratch);
-    units<Rows, E, 1>(rows, scales, 1.0f, x, m, out, scratch);
+    if (parts_of(rows.group_columns) == 2) return units<Rows, E, 2>(rows, scales, x, m, out, scratch);
+    units<Rows, E, 1>(rows, scales, x, m, out, scratch);
 }
 
 template <class Rows, Element E>
@@ -456,7 +455,7 @@ static void run_integers(const FourRows& rows, const float* const* x, int64_t m,
     if constexpr (E == Element::e2m1) {
         if (scales_from(rows) == ScalesFrom::powers) {
             const Scales scales = {rows.group_columns, {}, {}};
-            return units<Rows, E, 1, ScalesFrom::powers>(rows, scales, 0.5f, x, m, out, scratch);
+            return units<Rows, E, 1, ScalesFrom::powers>(rows, scales, x, m, out, scratch);
         }
     }
     in_steps(rows, m, out, [&](const FourRows& four, float* to) {

@@ -77,7 +77,7 @@ static void read_scales(Scale type, const uint8_t* from, int64_t n, float factor
     if (i < room) store(to + room - W, zero());
 }
 // That of a row with one.
-static float one_scale(Scale type, const uint8_t* from) {
+inline float one_scale(Scale type, const uint8_t* from) {
     alignas(64) float scale[3 * W];
     if (type == Scale::f32) std::memcpy(scale, from, sizeof(float));
     else read_scales(type, from, 1, 1.0f, scale, 3 * W);

@@ -17,8 +17,8 @@ inline void take_rows(FourRows& found, const Projection& p, int64_t expert, cons
     found.group_columns = p.group_columns;
     found.row_stride = p.row_stride;
     found.scale_stride = p.group_rows == 1 ? p.scale_row_stride : 0;
-    found.zero_stride = p.group_rows == 1 ? p.zero_row_stride : 0;
     Matrix m = p.matrix(expert, 0);
+    found.zero_stride = p.group_rows == 1 && m.zeros ? p.zero_row_stride : 0;
     for (int i = 0; i < 4; ++i) {
         int64_t row = at[i].row;
         if (p.num_blocks > 1) m = p.matrix_of(expert, row);
@@ -54,14 +54,15 @@ inline const uint8_t* data_of(const Projection& p, int64_t expert, int64_t row) 
 // Has the rows say that the rows `at` of an expert's projection come next, and fetches the scales of these.
 inline void follow(FourRows& rows, const Projection& p, int64_t expert, const ReadRow* at) {
     Matrix m = p.matrix(expert, 0);
-    const int64_t of_row = p.num_groups() * p.scale_size(), steps = rows.steps;
-    const int64_t scale_bytes = p.group_rows == 1 ? (steps - 1) * p.scale_row_stride + of_row : 0;
+    const int64_t scale_bytes = p.group_rows == 1 ? p.num_groups() * p.scale_size() : 0;
     rows.next_stride = p.row_stride;
     for (int i = 0; i < 4; ++i) {
         int64_t row = at[i].row;
         if (p.num_blocks > 1) m = p.matrix_of(expert, row);
         rows.next[i] = m.data + row * p.row_stride;
-        for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(m.scales + row * p.scale_row_stride + b, 0, 2);
+        for (int64_t s = 0; s < rows.steps; ++s)
+            for (int64_t b = 0; b < scale_bytes; b += 64)
+                __builtin_prefetch(m.scales + (row + s) * p.scale_row_stride + b, 0, 2);
     }
 }
 

@@ -17,6 +17,7 @@ struct Scales {
 // two, a byte. Floats are loaded right after they were stored, which takes longer than making them of bytes in the
 // registers where they are needed; of other kinds that is not measured.
 enum class ScalesFrom { floats, powers };
+constexpr float kE2m1Factor = 0.5f;  // codes of e2m1 are of twice the value
 MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
     bool powers = rows.scale == Scale::e8m0 && rows.group_columns == 32;
     for (float global : rows.global_scale) powers = powers && global == 1.0f;
@@ -47,7 +48,7 @@ MOESTRO_INLINE F shared_scales(const FourRows& rows, const Scales& scales, int64
         if constexpr (From == ScalesFrom::powers) stored[l] = rows.scales[r][at];
         else floats[l] = scales.scale[r][at];
     });
-    if constexpr (From == ScalesFrom::powers) return load_e8m0(stored);
+    if constexpr (From == ScalesFrom::powers) return load_e8m0(stored) * set1(kE2m1Factor);
     return load(floats);
 }
 MOESTRO_INLINE F shared_zeros(const Scales& scales, int64_t k, int64_t n, int64_t part) {
@@ -94,7 +95,8 @@ template <int Parts> struct PartUnits {
 template <ScalesFrom From, int Parts> MOESTRO_INLINE F unit_scales(const Blocks& from, const Scales& scales,
                                                                    const Units (&by)[Parts], int r, int64_t first,
                                                                    int part) {
-    if constexpr (From == ScalesFrom::powers) return of_unit_powers(from.scales[r] + first, by[part]);
+    if constexpr (From == ScalesFrom::powers)
+        return of_unit_powers(from.scales[r] + first, by[part]) * set1(kE2m1Factor);
     return of_part<Parts>(scales.scale[r] + first, by, part);
 }
 

@@ -51,10 +51,14 @@ def stack_at_the_edge(stored: PackedTensor) -> PackedTensor:
 
 
 def long_rows(name: str) -> None:
-    """Rows of whole vectors of scales, and of one, three and seven more scales, with int8 inputs and in bfloat16."""
+    """Rows of whole vectors of scales, of one, three and seven more, and of one less than a block or a half of it.
+
+    With int8 inputs and in bfloat16.
+    """
     group = sizes_for(name).hidden_size
-    for hidden, intermediate in ((1024, 1024 + group), (512 + group, 512), (512 + 7 * group, 512 + 3 * group)):
-        if hidden % group or intermediate % group:
+    whole = ((1024, 1024 + group), (512 + group, 512), (512 + 7 * group, 512 + 3 * group))
+    for hidden, intermediate in (*whole, (256 - group, 128 - group), (512 - group, 256 - group)):
+        if hidden % group or intermediate % group or min(hidden, intermediate) <= 0:
             continue
         sizes = problems.Sizes(3, hidden, intermediate, 2, 2)
         plain = problems.weights(sizes, GPT_OSS_SWIGLU, torch.float32).quantize(name)

@@ -204,3 +204,18 @@ def test_any_number_of_rows(isa, name, groups):
             assert bool(((y - alone).norm(dim=1) < 0.01 * alone.norm()).all())
         else:
             assert bit_equal(y, alone.expand(n, -1))
+
+
+@every_integer_isa
+@pytest.mark.parametrize("columns", [32, 96, 160, 224, 288, 480])
+def test_scales_behind_the_last_row_are_not_read(isa, columns):
+    """Those of the next expert are NaN there, which no product with zero would hide."""
+    name = "mxfp4"
+    sizes = problems.Sizes(1, columns, columns, 2, 1)
+    weights = stored_weights(name, sizes, Activation())
+    for stored in (weights.gate_up, weights.down):
+        stored.scales[1] = 255
+    x, routing = torch.randn(1, columns).bfloat16(), Routing(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
+    for input_format in ("float", "int8"):
+        y = run(isa, x, routing, replace(weights, input_format=input_format))
+        assert y.isfinite().all(), input_format
