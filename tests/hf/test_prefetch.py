@@ -36,7 +36,7 @@ def prefetching(folder, size, policy="expected"):
 
 def generated(model):
     with torch.no_grad():
-        found = model.generate(PROMPT[:, :30], max_new_tokens=24, do_sample=False)
+        found = model.generate(PROMPT[:, :30], max_new_tokens=12, do_sample=False)
         return [found, *steps(model), model.generate(PROMPT[:, :40].view(4, 10), max_new_tokens=8, do_sample=False)]
 
 

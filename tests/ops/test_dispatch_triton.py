@@ -62,8 +62,14 @@ def check(x: torch.Tensor, routing: Routing, weights: ExpertWeights, strategy: s
     assert_close(y, reference.expert_mlp(x, routing, weights).to(x.dtype), x.dtype)
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "mxfp4", "int8", "mxfp4+apart"])
-@pytest.mark.parametrize("strategy", ["auto", "blockwise-5", "all_experts"])
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        *((form, "auto") for form in ("float32", "bfloat16", "mxfp4", "int8", "mxfp4+apart")),
+        *((form, "blockwise-5") for form in ("bfloat16", "mxfp4+apart")),
+        *((form, "all_experts") for form in ("float32", "int8")),
+    ],
+)
 def test_a_call_like_one_before_computes_of_what_it_is_given(form, strategy):
     x, routing, weights = case(form.removesuffix("+apart"))
     if form == "int8":
