@@ -124,6 +124,7 @@ struct FourRows {
     bool group_scaled = false;  // scales multiply the sums of their groups: faster for few tokens, and other bits
     bool decoded = false;       // weights are decoded once for all tokens, and not in registers
 
+    // To the rows of the next step.
     __attribute__((always_inline)) void go_on() {
         for (int i = 0; i < 4; ++i)
             data[i] += row_stride, scales[i] += scale_stride, zeros[i] += zero_stride, next[i] += next_stride;

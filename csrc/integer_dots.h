@@ -23,7 +23,7 @@ template <Element E> MOESTRO_INLINE I code_at(const I* words, int i) {
 }
 
 // Calls `step(block, r, words, scales, zeros)` for every block of each of the four rows but shared ones. A last one
-// that is not whole is read from a copy, so that the loop has nothing to ask.
+// that is not whole is read from a copy, so that the loop has no branches.
 template <Element E, int Parts, ScalesFrom From, class Step>
 MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const Units (&by)[Parts], bool prefetching,
                                Step step) {
@@ -142,7 +142,7 @@ static void few(FourRows rows, const Scales& scales, const float* const* x, floa
     const int8_t* bytes[M];
 #pragma GCC unroll 4
     for (int t = 0; t < M; ++t) bytes[t] = bytes_of_row(x[t]);
-    for (int64_t i = 0; i < rows.steps; ++i, rows.go_on(), out += kRows * M) {
+    for (int64_t step = 0; step < rows.steps; ++step, rows.go_on(), out += kRows * M) {
         F sum[kRows][M];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {

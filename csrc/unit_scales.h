@@ -83,7 +83,7 @@ template <ScalesFrom From> static __attribute__((noinline)) void copy_last(Block
     }
 }
 
-// What lane each scale goes to, of every part of a block.
+// Which scale each lane has, of every part of a block.
 template <int Parts> struct PartUnits {
     Units by[Parts];
     explicit PartUnits(int64_t group) {

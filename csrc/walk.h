@@ -18,7 +18,7 @@
 
 namespace moestro {
 
-constexpr int64_t kSums = kInt8TileRows * kTokenBlock;  // that a thread has room for
+constexpr int64_t kSums = kInt8TileRows * kTokenBlock;  // sums that a thread has room for
 
 class Walk : public Workspace<Walk> {
 public:

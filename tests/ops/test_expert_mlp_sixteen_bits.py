@@ -216,6 +216,6 @@ def test_scales_behind_the_last_row_are_not_read(isa, columns):
     for stored in (weights.gate_up, weights.down):
         stored.scales[1] = 255
     x, routing = torch.randn(1, columns).bfloat16(), Routing(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
-    for input_format in ("float", "int8"):
+    for input_format in ("float", "int8") if isa.multiplies_int8 else ("float",):
         y = run(isa, x, routing, replace(weights, input_format=input_format))
         assert y.isfinite().all(), input_format
