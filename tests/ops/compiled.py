@@ -1,6 +1,7 @@
 """Triton's kernels compiled for GPUs that are not here: what a launch would compile, and what that needs.
 
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 bfloat16 mxfp4    (or without arguments: everything)
+    TRITON_INTERPRET=0 python -m ops.compiled loops sm_90    (the instructions of loops with matrix products, too)
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 fp8-e4m3-b128/fp8-e4m3    (rows rounded to 8-bit floats)
     TRITON_INTERPRET=0 python -m ops.compiled sm_90 mxfp4+apart    (unstacked experts)
 
@@ -10,13 +11,15 @@ launch them, and not run.
 
 from __future__ import annotations
 
+import functools
+import io
 import itertools
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,19 +44,38 @@ ARCHITECTURES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_120"
 """Multiprocessors of a part of each: A100, RTX 3090, RTX 4090, H200, RTX 5090."""
 
 
+SAID: dict[str, str] = {}
+"""By the hash of a kernel: what ptxas has said."""
+
+
+@functools.cache
+def cache(whole: bool) -> tempfile.TemporaryDirectory[str]:
+    """Where this process keeps kernels, compiled as a whole or in part, so that ptxas has said something of each."""
+    return tempfile.TemporaryDirectory()
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled for one GPU: its name, bytes of shared memory, registers, spilled bytes, and its PTX.
-
-    `loop` is how many instructions its longest loop with a matrix product has, 0 where there is none.
-    """
+    """One kernel as compiled for one GPU: its name, bytes of shared memory, registers, spilled bytes, PTX and code."""
 
     name: str
     shared: int
     registers: int
     spills: int
     ptx: str
-    loop: int
+    cubin: bytes
+
+    @property
+    def loop(self) -> int:
+        """How many instructions its longest loop with a matrix product has, 0 where there is none."""
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        tool = Path(get_ptxas(90).path).with_name("nvdisasm")
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            sass = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return longest_loop(sass)
 
 
 class _Driver:
@@ -80,9 +102,22 @@ def device(architecture: str) -> Device:
     return Device(capability, ARCHITECTURES[architecture], shared_memory(capability))
 
 
+def in_part(patch: pytest.MonkeyPatch) -> None:
+    """Have kernels compiled as far as their launchers look at them, which is not to code."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def left_out(self: Any, source: Any, metadata: dict[str, Any], *_: Any) -> str:
+        metadata |= dict.fromkeys(("shared", "tmem_size", "global_scratch_size", "profile_scratch_size"), 0)
+        metadata |= {"name": "", "global_scratch_align": 1, "profile_scratch_align": 1}
+        return ""
+
+    for stage in ("make_llir", "make_ptx", "make_cubin"):
+        patch.setattr(CUDABackend, stage, left_out)
+
+
 @contextmanager
 def launching(architecture: str) -> Iterator[list[tuple[Any, ...]]]:
-    """While open, launches compile for this architecture, and what the driver would be handed is kept in the list."""
+    """While open, launches get as far as the driver for this architecture; what it would be handed is in the list."""
     handed: list[tuple[Any, ...]] = []
     with compiling(architecture, handed):
         yield handed
@@ -102,16 +137,23 @@ def compiling(architecture: str, handed: list[tuple[Any, ...]] | None = None) ->
     run, told = JITFunction.run, [] if handed is None else handed
 
     def keep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = found[self.fn.__name__] = run(self, *args, **{**kwargs, "warmup": handed is None})
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = found[self.fn.__name__] = run(self, *args, **{**kwargs, "warmup": handed is None})
+        if log.getvalue():  # it is compiled once
+            SAID[kernel.hash] = log.getvalue()
         return kernel
 
     forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", _Driver(int(architecture.removeprefix("sm_"))))
         patch.setattr(JITFunction, "run", keep)
+        patch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+        patch.setattr(triton.knobs.cache, "dir", cache(handed is None).name)
+        if handed is not None:
+            in_part(patch)
         patch.setattr(gpu, "device_of", lambda tensor: device(architecture))
         patch.setattr(CompiledKernel, "_init_handles", lambda self: None)
-        patch.setattr(CompiledKernel, "run", property(lambda self: lambda *a: told.append((self.name, *a))))
+        patch.setattr(CompiledKernel, "run", property(lambda self: lambda *a: told.append((self.src.name, *a))))
         yield found
     forget()
 
@@ -128,22 +170,11 @@ def forget() -> None:
     dispatch._KEPT.clear()
 
 
-def measured(name: str, kernel: Any, architecture: str) -> Compiled:
-    """What ptxas says of a compiled kernel."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    number = int(architecture.removeprefix("sm_"))
-    target = f"{architecture}a" if number >= 90 else architecture
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        command = [get_ptxas(number).path, "-v", f"--gpu-name={target}", str(source), "-o", f"{folder}/kernel.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        tool = Path(get_ptxas(number).path).with_name("nvdisasm")
-        sass = subprocess.run([tool, "-c", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True).stdout
-    registers = int(re.findall(r"Used (\d+) registers", said)[-1])
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    return Compiled(name, kernel.metadata.shared, registers, spills, kernel.asm["ptx"], longest_loop(sass))
+def measured(name: str, kernel: Any) -> Compiled:
+    """What ptxas has said of a kernel while it was compiled."""
+    registers = int(re.findall(r"Used (\d+) registers", SAID[kernel.hash])[-1])
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", SAID[kernel.hash])))
+    return Compiled(name, kernel.metadata.shared, registers, spills, kernel.asm["ptx"], kernel.asm["cubin"])
 
 
 def longest_loop(sass: str) -> int:
@@ -182,7 +213,7 @@ def layer(
         problem = triton_tuning.replace(engine.problem(x, routing, weights), num_experts=128)
         how = triton_tuning.choose(problem, device(architecture), ("auto", None), invariant=False)
         launch(x, routing, weights, how)
-    return {name: measured(name, kernel, architecture) for name, kernel in found.items()}
+    return {name: measured(name, kernel) for name, kernel in found.items()}
 
 
 @contextmanager
@@ -197,8 +228,8 @@ def edges(architecture: str) -> None:
     """Compile a call of sizes that Triton specialises on, each with another activation, dtype, plan and extra."""
     shapes = ((1, 1, 1, 1, 1), (5, 1, 2, 3, 1), (2, 16, 1, 2, 2), (40, 24, 48, 4, 2), (3, 64, 64, 2, 2))
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for i, (shape, activation) in enumerate(itertools.product(shapes, problems.ACTIVATIONS[::6])):
-        sizes, dtype = problems.Sizes(*shape), dtypes[i % 3]
+    for i, shape in enumerate((*shapes, *shapes[1:4])):
+        sizes, dtype, activation = problems.Sizes(*shape), dtypes[i % 3], problems.ACTIVATIONS[::6][(i + i // 3) % 3]
         made = problems.weights(sizes, activation, dtype, bias=i % 2 == 0, transposed=i % 4 == 1)
         x = torch.zeros(sizes.num_tokens, sizes.hidden_size, dtype=dtype)
         routing = problems.routing(sizes, weight_on="input" if i % 3 == 0 else "output")
@@ -228,7 +259,7 @@ def main(arguments: list[str]) -> None:
             print(
                 f"{architecture} {dtype:8} {form:12} T={num_tokens:<5} {kernel.name:16} shared {kernel.shared:6} of "
                 f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  "
-                f"loop {kernel.loop:4}  "
+                f"{f'loop {kernel.loop:4}  ' if 'loops' in arguments else ''}"
                 f"{'wgmma' if 'wgmma.mma' in kernel.ptx else 'mma' if 'mma.sync' in kernel.ptx else '-'}",
                 flush=True,
             )

@@ -114,7 +114,7 @@ def call(pick: Callable[..., Any], draw: Callable[..., Any]) -> None:
     experts.run(threads, tokens, x, draw(st.sampled_from(STRIDES)), ids, pick("routing", WEIGHTS, (0,)), out)
 
 
-@settings(max_examples=1500, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), wrong=st.sets(st.sampled_from(PLACES), max_size=2))
 def fuzz(data: st.DataObject, wrong: set[str]) -> None:
     """Arguments that fit but for what the places of `wrong` stand for."""

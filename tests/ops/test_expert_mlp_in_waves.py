@@ -39,13 +39,14 @@ def in_parts(parts, x, routing, weights):
 @pytest.mark.parametrize("how", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_triton(how, dtype, triton_device):
-    for i, kind in enumerate(("random", "duplicates")):
-        sizes = problems.Sizes(4, 41, 37, 4, 2)
-        weights = problems.weights(sizes, problems.ACTIVATIONS[2], dtype, bias=i % 2 == 0)
-        routing = problems.routing(sizes, kind=kind, weight_on="input" if i % 2 else "output")
-        x = torch.randn(4, 41).to(dtype)
-        parts = in_waves(how, triton.compute_dtype(x, weights))
-        assert torch.equal(in_parts(parts, x, routing, weights), launch(x, routing, weights, how)), kind
+    turn = (list(PLANS.values()).index(how) + DTYPES.index(dtype)) % 2
+    sizes = problems.Sizes(4, 41, 37, 4, 2)
+    weights = problems.weights(sizes, problems.ACTIVATIONS[2], dtype, bias=turn == 0)
+    kind, weight_on = (("random", "output"), ("duplicates", "input"))[turn]
+    routing = problems.routing(sizes, kind=kind, weight_on=weight_on)
+    x = torch.randn(4, 41).to(dtype)
+    parts = in_waves(how, triton.compute_dtype(x, weights))
+    assert torch.equal(in_parts(parts, x, routing, weights), launch(x, routing, weights, how))
 
 
 def test_triton_makes_no_other_room_for_pieces(monkeypatch, triton_device):

@@ -63,9 +63,10 @@ def test_the_reference_reads_stored_experts_as_the_numbers_they_stand_for(name):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_and_strategy_meets_the_reference(name, strategy):
-    for kind, weight_on in itertools.product(problems.KINDS, ("output", "input")):
+    turn = list(FORMATS).index(name) + STRATEGIES.index(strategy)
+    for number, kind in enumerate(problems.KINDS):
         x, sizes, weights = problem(name)
-        routing = problems.routing(sizes, kind=kind, weight_on=weight_on)
+        routing = problems.routing(sizes, kind=kind, weight_on=("output", "input")[(turn + number) % 2])
         check(x, routing, weights, strategy)
         check(x, routing, apart(weights), strategy)
 

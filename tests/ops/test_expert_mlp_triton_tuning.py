@@ -173,7 +173,7 @@ def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
 def test_sizes_that_triton_specialises_on_compile():
     """Sizes of 1 and off 16, weights either way round: the interpreter runs what the compiler may refuse."""
     lines = said("edges", "sm_90")
-    assert len(lines) == 15
+    assert len(lines) == 8
     assert all(line.startswith("edge") for line in lines)
 
 
@@ -212,7 +212,7 @@ def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(ar
         assert words[words.index("spills") + 1] == "0", line
 
 
-@pytest.mark.parametrize(("architecture", "num_tokens"), [("sm_89", 16), ("sm_90", 4096), ("sm_120", 4096)])
+@pytest.mark.parametrize(("architecture", "num_tokens"), [("sm_89", 16), ("sm_90", 4096)])
 def test_gate_up_that_rounds_what_it_gives_fits_the_part(architecture, num_tokens):
     """One launch rounds, that of x; shared memory is within what the plan was told, and nothing is spilled."""
     lines = said(architecture, "fp8-e4m3-b128/fp8-e4m3", str(num_tokens))
