@@ -105,12 +105,14 @@ template <Element E, int M> static void group_scaled_bytes(const FourRows& rows,
         for (; k + 64 <= stop; k += 64) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-                const uint8_t* from = rows.data[r] + k;
                 if (rows.next[0]) prefetch(rows.next[r] + k);
-                if constexpr (E == Element::e4m3) nan.see(from);
+                if constexpr (E == Element::e4m3) nan.see(rows.data[r] + k);
+            }
 #pragma GCC unroll 8
-                for (int u = 0; u < 64; u += 2 * W) {
-                    const Two w = two_of<E>(from + u);
+            for (int u = 0; u < 64; u += 2 * W) {
+#pragma GCC unroll 4
+                for (int r = 0; r < kRows; ++r) {
+                    const Two w = two_of<E>(rows.data[r] + k + u);
 #pragma GCC unroll 8
                     for (int t = 0; t < M; ++t) {
                         sum[r][t] = fma(w.first, load(x[t] + k + u), sum[r][t]);

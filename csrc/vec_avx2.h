@@ -64,11 +64,31 @@ inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Fac
 struct Two {
     F first, second;
 };
-inline Two load_two_e4m3(const uint8_t* p) { return {load_e4m3_parts(p), load_e4m3_parts(p + W)}; }
-inline Two load_two_e4m3_but_nan(const uint8_t* p) { return load_two_e4m3(p); }  // NaN too
+inline Two two_of_halves(__m256i half) {
+    return {{_mm256_cvtph_ps(_mm256_castsi256_si128(half))}, {_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))}};
+}
+inline Two load_two_e4m3(const uint8_t* p) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(sixteen_bytes(p)), 7);
+    const __m256i half = _mm256_and_si256(wide, _mm256_set1_epi16(static_cast<short>(0xbf80)));
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_add_epi16(half, half), _mm256_set1_epi16(0x7f00));
+    return two_of_halves(_mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7fff))));
+}
+// The same, but for NaN, which is not told from 480.
+inline Two load_two_e4m3_but_nan(const uint8_t* p) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(sixteen_bytes(p)), 7);
+    return two_of_halves(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<short>(0xbf80))));
+}
 struct NanOfE4m3 {
-    void see(const uint8_t*) {}
-    bool seen() const { return false; }
+    __m256i most = _mm256_setzero_si256();
+    // 64 elements: without its sign NaN is the largest of bytes.
+    inline __attribute__((always_inline)) void see(const uint8_t* p) {
+        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+        most = _mm256_max_epu8(most, _mm256_max_epu8(_mm256_add_epi8(a, a), _mm256_add_epi8(b, b)));
+    }
+    bool seen() const {
+        return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(static_cast<char>(0xfe)))) != 0;
+    }
 };
 // 2^(e - 127); 255 is NaN.
 inline F load_e8m0(const uint8_t* p) {
