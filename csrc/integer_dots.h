@@ -452,10 +452,10 @@ static void nibbles_of_step(const FourRows& rows, const float* const* x, int64_t
 
 template <class Rows, Element E>
 static void run_integers(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
-    if constexpr (E == Element::e2m1) {
-        if (scales_from(rows) == ScalesFrom::powers) {
+    if constexpr (kStoredScales<E> != ScalesFrom::floats) {
+        if (scales_from<E>(rows) == kStoredScales<E>) {
             const Scales scales = {rows.group_columns, {}, {}};
-            return units<Rows, E, 1, ScalesFrom::powers>(rows, scales, x, m, out, scratch);
+            return units<Rows, E, 1, kStoredScales<E>>(rows, scales, x, m, out, scratch);
         }
     }
     in_steps(rows, m, out, [&](const FourRows& four, float* to) {

@@ -14,14 +14,21 @@ struct Scales {
 };
 
 // Where they are read: of floats in a scratch; or of the rows themselves where each unit has one that is a power of
-// two, a byte. Floats are loaded right after they were stored, which takes longer than making them of bytes in the
-// registers where they are needed; of other kinds that is not measured.
-enum class ScalesFrom { floats, powers };
+// two, a byte, or a float16. Floats are loaded right after they were stored, which takes longer than making them of
+// bytes in the registers where they are needed; of other kinds that is not measured.
+enum class ScalesFrom { floats, powers, halves };
 constexpr float kE2m1Factor = 0.5f;  // codes of e2m1 are of twice the value
-MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
-    bool powers = rows.scale == Scale::e8m0 && rows.group_columns == 32;
-    for (float global : rows.global_scale) powers = powers && global == 1.0f;
-    return powers ? ScalesFrom::powers : ScalesFrom::floats;
+// Of the kinds that there are kernels for: powers with e2m1, halves with i4.
+template <Element E> constexpr ScalesFrom kStoredScales = ScalesFrom::floats;
+template <> inline constexpr ScalesFrom kStoredScales<Element::e2m1> = ScalesFrom::powers;
+template <> inline constexpr ScalesFrom kStoredScales<Element::i4> = ScalesFrom::halves;
+constexpr int64_t size_of(ScalesFrom from) { return from == ScalesFrom::powers ? 1 : 2; }
+
+template <Element E> MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
+    constexpr ScalesFrom kStored = kStoredScales<E>;
+    bool stored = rows.scale == (kStored == ScalesFrom::powers ? Scale::e8m0 : Scale::f16) && rows.group_columns == 32;
+    for (float global : rows.global_scale) stored = stored && global == 1.0f;
+    return stored ? kStored : ScalesFrom::floats;
 }
 
 template <int Parts> MOESTRO_INLINE F of_part(const float* p, const Units (&by)[Parts], int part) {
@@ -41,14 +48,16 @@ MOESTRO_INLINE void of_shared_lanes(const Scales& scales, int64_t k, int64_t n, 
 }
 template <ScalesFrom From>
 MOESTRO_INLINE F shared_scales(const FourRows& rows, const Scales& scales, int64_t k, int64_t n, int64_t part) {
-    alignas(64) uint8_t stored[W];
+    alignas(64) uint8_t stored[2 * W] = {};
     alignas(64) float floats[W] = {};
-    for (int l = 0; l < W; ++l) stored[l] = 127;
+    for (int l = 0; l < W && From == ScalesFrom::powers; ++l) stored[l] = 127;
     of_shared_lanes(scales, k, n, part, [&](int64_t l, int64_t r, int64_t at) {
         if constexpr (From == ScalesFrom::powers) stored[l] = rows.scales[r][at];
-        else floats[l] = scales.scale[r][at];
+        if constexpr (From == ScalesFrom::halves) std::memcpy(stored + 2 * l, rows.scales[r] + 2 * at, 2);
+        if constexpr (From == ScalesFrom::floats) floats[l] = scales.scale[r][at];
     });
     if constexpr (From == ScalesFrom::powers) return load_e8m0(stored) * set1(kE2m1Factor);
+    if constexpr (From == ScalesFrom::halves) return load_f16(stored);
     return load(floats);
 }
 MOESTRO_INLINE F shared_zeros(const Scales& scales, int64_t k, int64_t n, int64_t part) {
@@ -78,8 +87,9 @@ template <ScalesFrom From> static __attribute__((noinline)) void copy_last(Block
     for (int r = 0; r < kRows; ++r) {
         from.data[r] = copied(from.data[r] + k / 2, (columns - k) / 2, data[r], 16 * W) - k / 2;
         if (From == ScalesFrom::floats) continue;
-        copy_some(scales[r], from.scales[r] + first, n, 127);
-        from.scales[r] = scales[r] - first;
+        copy_some(scales[r], from.scales[r] + first * size_of(From), n * size_of(From),
+                  From == ScalesFrom::powers ? 127 : 0);  // no NaN, no subnormal
+        from.scales[r] = scales[r] - first * size_of(From);
     }
 }
 
@@ -97,6 +107,7 @@ template <ScalesFrom From, int Parts> MOESTRO_INLINE F unit_scales(const Blocks&
                                                                    int part) {
     if constexpr (From == ScalesFrom::powers)
         return of_unit_powers(from.scales[r] + first, by[part]) * set1(kE2m1Factor);
+    if constexpr (From == ScalesFrom::halves) return of_units(load_f16(from.scales[r] + 2 * first), by[part]);
     return of_part<Parts>(scales.scale[r] + first, by, part);
 }
 
