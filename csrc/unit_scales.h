@@ -13,16 +13,16 @@ struct Scales {
     const float* zero[kRows];
 };
 
-// Where they are read: of floats in a scratch; or of the rows themselves where each unit has one that is a power of
-// two, a byte, or a float16. Floats are loaded right after they were stored, which takes longer than making them of
-// bytes in the registers where they are needed; of other kinds that is not measured.
+// Where they are read: of floats in a scratch; or of the rows themselves, where each unit has one: a power of two in a
+// byte, or a float16. Floats are loaded right after they were stored, which takes longer than making them in the
+// registers where they are needed.
 enum class ScalesFrom { floats, powers, halves };
 constexpr float kE2m1Factor = 0.5f;  // codes of e2m1 are of twice the value
 // Of the kinds that there are kernels for: powers with e2m1, halves with i4.
 template <Element E> constexpr ScalesFrom kStoredScales = ScalesFrom::floats;
 template <> inline constexpr ScalesFrom kStoredScales<Element::e2m1> = ScalesFrom::powers;
 template <> inline constexpr ScalesFrom kStoredScales<Element::i4> = ScalesFrom::halves;
-constexpr int64_t size_of(ScalesFrom from) { return from == ScalesFrom::powers ? 1 : 2; }
+constexpr int64_t stored_bytes(ScalesFrom from) { return from == ScalesFrom::powers ? 1 : 2; }
 
 template <Element E> MOESTRO_INLINE ScalesFrom scales_from(const FourRows& rows) {
     constexpr ScalesFrom kStored = kStoredScales<E>;
@@ -87,9 +87,9 @@ template <ScalesFrom From> static __attribute__((noinline)) void copy_last(Block
     for (int r = 0; r < kRows; ++r) {
         from.data[r] = copied(from.data[r] + k / 2, (columns - k) / 2, data[r], 16 * W) - k / 2;
         if (From == ScalesFrom::floats) continue;
-        copy_some(scales[r], from.scales[r] + first * size_of(From), n * size_of(From),
+        copy_some(scales[r], from.scales[r] + first * stored_bytes(From), n * stored_bytes(From),
                   From == ScalesFrom::powers ? 127 : 0);  // no NaN, no subnormal
-        from.scales[r] = scales[r] - first * size_of(From);
+        from.scales[r] = scales[r] - first * stored_bytes(From);
     }
 }
 

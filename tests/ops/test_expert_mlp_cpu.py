@@ -318,7 +318,10 @@ def test_every_code_of_weights_and_scales(isa, num_tokens):
     """Exactly: a code times a scale, rounded once."""
     byte = torch.arange(256, dtype=torch.uint8)
     codes = byte.view(1, 256, 1)
-    cases = [("fp8-e4m3-tensor", codes.view(torch.float8_e4m3fn), torch.tensor([[[0.75]]]), None)]
+    vectors = torch.zeros(1, 256, 64, dtype=torch.uint8)  # which are read several at a time
+    vectors[..., :1] = codes
+    scale = torch.tensor([[[0.75]]])
+    cases = [("fp8-e4m3-tensor", each.view(torch.float8_e4m3fn), scale, None) for each in (codes, vectors)]
     cases.append(("int8", codes.view(torch.int8), torch.full((1, 256, 1), 3.0), None))
     nibbles = torch.zeros(16, 256, 16, dtype=torch.uint8)
     nibbles[:, :, 0] = torch.arange(16, dtype=torch.uint8)[:, None]

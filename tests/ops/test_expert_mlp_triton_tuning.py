@@ -190,7 +190,7 @@ def test_kernels_compile_within_the_part(arguments):
 
     `python -m ops.compiled` in tests/ prints the same for every architecture, dtype and format.
     """
-    lines = [line for line in said(*arguments) if "gate_up_kernel" in line or "down_kernel" in line]
+    lines = [line for line in said("loops", *arguments) if "gate_up_kernel" in line or "down_kernel" in line]
     assert len(lines) == 2
     for line in lines:
         words = line.split()
@@ -198,6 +198,7 @@ def test_kernels_compile_within_the_part(arguments):
         assert used <= most, line
         assert words[words.index("spills") + 1] == "0", line
         assert words[-1] == ("wgmma" if arguments[0] == "sm_90" else "mma"), line
+        assert int(words[words.index("loop") + 1]) > 0, line
 
 
 @pytest.mark.parametrize(("architecture", "dtypes"), [("sm_80", ("bfloat16",)), ("sm_90", ("bfloat16", "float16"))])
@@ -212,7 +213,7 @@ def test_four_bit_weights_go_from_shared_memory_to_the_tensor_cores_registers(ar
         assert words[words.index("spills") + 1] == "0", line
 
 
-@pytest.mark.parametrize(("architecture", "num_tokens"), [("sm_89", 16), ("sm_90", 4096)])
+@pytest.mark.parametrize(("architecture", "num_tokens"), [("sm_89", 16), ("sm_90", 4096), ("sm_120", 4096)])
 def test_gate_up_that_rounds_what_it_gives_fits_the_part(architecture, num_tokens):
     """One launch rounds, that of x; shared memory is within what the plan was told, and nothing is spilled."""
     lines = said(architecture, "fp8-e4m3-b128/fp8-e4m3", str(num_tokens))

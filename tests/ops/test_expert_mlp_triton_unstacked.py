@@ -39,6 +39,7 @@ NAMES = ["float32", "bfloat16", *PACKED]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_has_the_bits_of_a_stack(name):
+    """Each with one of three tiles."""
     cases = ((GPT_OSS_SWIGLU, 128), (Activation(), 32), (Activation("relu2", gated=False), 64))
     activation, depth = cases[NAMES.index(name) % 3]
     x, routing, stack = case(name, activation)
