@@ -50,7 +50,7 @@ SAID: dict[str, str] = {}
 
 @functools.cache
 def cache(whole: bool) -> tempfile.TemporaryDirectory[str]:
-    """A folder for what this process compiles, as a whole or in part: of kernels in it ptxas has spoken here."""
+    """A folder of this process's own for what it compiles, whole or in part: a kernel found there was compiled here."""
     return tempfile.TemporaryDirectory()
 
 
