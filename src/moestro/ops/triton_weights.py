@@ -32,6 +32,9 @@ _SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3f
 _WIDEST = 16
 """Items: no hint on addresses says more to the compiler."""
 
+_LONGEST = 256
+"""Columns of the longest step."""
+
 # How far e2m1's tiles in bfloat16 fall short, so that their largest scale, a factor of 2 ** 126 included, is finite.
 _SHORT = tl.constexpr(2.0**-24)
 
@@ -60,6 +63,8 @@ class Weights(NamedTuple):
         pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
         step: of what the row strides of scales and zero points are multiples. Triton asks for 16 only, and loads what a
             thread holds of a row one by one where it knows of no other.
+        unit: of what the number of columns is a multiple. Triton knows of 16 only: masks of tiles that end inside a row
+            would have loads of at most as many weights, and loads of 8 bytes go through the first cache.
     """
 
     data: Any
@@ -86,6 +91,7 @@ class Weights(NamedTuple):
     warpgroups: Any
     pairs: Any
     step: Any
+    unit: Any
 
 
 def describe(stored: StoredExperts) -> Weights:
@@ -120,6 +126,7 @@ def describe(stored: StoredExperts) -> Weights:
         converts=tl.constexpr(capability >= (8, 9)),
         warpgroups=tl.constexpr(capability[0] == 9),
         step=tl.constexpr(_row_unit(scales, first.zeros)),
+        unit=tl.constexpr(math.gcd(_LONGEST, stored.num_columns)),
         pairs=tl.constexpr(
             parts == 1 and scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0
         ),
@@ -198,35 +205,37 @@ def step_meta(w, begins, rows, k0, K, BK: tl.constexpr):
         return tl.zeros((1, 1), tl.int32), tl.zeros((1, 1), tl.int32)
     else:
         COUNT: tl.constexpr = BK // w.columns if w.columns < BK else 1
-        blocks = k0 // w.columns + tl.arange(0, COUNT)
+        blocks = tl.multiple_of(k0 // w.columns, COUNT) + tl.arange(0, COUNT)
         down = _own(w, rows) // w.rows
         if w.pairs and rows.shape[0] <= w.rows:
             down = tl.min(tl.reshape(down, (rows.shape[0] // 2, 2)), 0)
-        mask = ((blocks * w.columns < K) & (k0 < K))[None, :]
-        scales = tl.load(_addresses(w, w.scales, w.scale_strides, begins[1], down, blocks, w.step), mask=mask, other=0)
+        WHOLE: tl.constexpr = w.unit % BK == 0
+        mask = None if WHOLE else ((blocks * w.columns < K) & (k0 < K))[None, :]
+        REST: tl.constexpr = None if WHOLE else 0
+        scales = tl.load(_addresses(w, w.scales, w.scale_strides, begins[1], down, blocks, w.step), mask, REST)
         if w.zeros is None:
             return scales, tl.zeros((1, 1), tl.int32)
         else:
             at = _addresses(w, w.zeros, w.zero_strides, begins[2], down, blocks, w.step)
-            return scales, tl.load(at, mask=mask, other=0)
+            return scales, tl.load(at, mask, REST)
 
 
 @triton.jit
-def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
+def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr):
     """Rows `rows` [BN] of an expert's matrix, columns k0 to k0 + BK -> [BN, BK] of DTYPE, for `add_product`.
 
     0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `begins` and `meta` what `begin` and `step_meta`
     gave for them.
     """
     if w.element == "dense":
-        return round_to(_codes(w, begins, rows, k0, K, BK), DTYPE)
+        return round_to(_codes(w, begins, rows, k0, K, BK, 1), DTYPE)
     elif tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
-        return as_stored(_codes(w, begins, rows, k0, K, BK), DTYPE)
+        return as_stored(_codes(w, begins, rows, k0, K, BK, 1), DTYPE)
     elif w.element == "e4m3" or w.element == "int8":
-        return _bytes_to(_codes(w, begins, rows, k0, K, BK), w.element, w.converts, DTYPE)
+        return _bytes_to(_codes(w, begins, rows, k0, K, BK, 1), w.element, w.converts, DTYPE)
     else:
-        words = _codes(w, begins, rows, k0 // 4, K // 4, BK // 4)
-        return _nibble_tile(words, w, BK, DTYPE, meta)
+        words = _codes(w, begins, rows, k0, K, BK, 4)
+        return _nibble_tile(words, w, BK, DTYPE, meta, WGMMA)
 
 
 @triton.jit
@@ -267,12 +276,12 @@ def _of_rows(scales, BN: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr):
+def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr, WGMMA: tl.constexpr):
     """acc + x @ tile^T with the scale of this step: acc float32 [BM, BN], or its transpose where SWAP, x [BM, BK]."""
     BK: tl.constexpr = x.shape[1]
     UNITS: tl.constexpr = w.columns > 0 and w.columns < BK and x.dtype == tl.float16
     if w.element != "dense" and w.element != "e4m3" and w.element != "int8":
-        x = _reordered(tl.reshape(x, (x.shape[0], 4, BK // 32, 2, 4)), w)
+        x = _reordered(tl.reshape(x, (x.shape[0], 4, BK // 32, 2, 4)), w, WGMMA)
     if INTERPRETED:
         x = x.to(tl.float32)
         tile = tile.to(tl.float32)
@@ -344,21 +353,27 @@ def _addresses(w, base, strides, start, down, across, STEP: tl.constexpr):
 
 
 @triton.jit
-def _codes(w, begins, rows, start, stop, COUNT: tl.constexpr):
-    """Items start to start + COUNT of the rows, as stored; 0 beyond the matrix's columns."""
-    items = start + tl.arange(0, COUNT)
+def _codes(w, begins, rows, k0, K, BK: tl.constexpr, PER_ITEM: tl.constexpr):
+    """Columns k0 to k0 + BK of the rows as stored, PER_ITEM in an item; 0 beyond the matrix's columns."""
+    WHOLE: tl.constexpr = w.unit % BK == 0
+    items = k0 // PER_ITEM + tl.arange(0, BK // PER_ITEM)
+    if WHOLE:
+        inside = True
+    elif w.unit > 16:
+        inside = (items < tl.multiple_of(K // PER_ITEM, w.unit // PER_ITEM))[None, :]
+    else:
+        inside = (items < K // PER_ITEM)[None, :]
     if w.by_rows:
         at = _addresses(w, w.data, w.data_strides, begins[0], _own(w, rows), items, None)
-        return tl.load(at, mask=items[None, :] < stop, other=0)
+        return tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
     else:
         down = rows if w.parts == 1 else _own(w, rows)
         at = _addresses(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64), None)
-        mask = ((rows >= 0) & (rows < w.num_rows))[:, None] & (items[None, :] < stop)
-        return tl.load(at, mask=mask, other=0)
+        return tl.load(at, mask=((rows >= 0) & (rows < w.num_rows))[:, None] & inside, other=0)
 
 
 @triton.jit
-def _nibble_tile(words, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
+def _nibble_tile(words, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr):
     """int16 words [BN, BK / 4] -> [BN, BK] of DTYPE, columns as `_reordered` has them."""
     BN: tl.constexpr = words.shape[0]
     HALF: tl.constexpr = tl.float16 if tl.float16 == DTYPE else tl.bfloat16
@@ -382,7 +397,7 @@ def _nibble_tile(words, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta):
         if tl.float32 != DTYPE:
             scales = scales * UNIT
         tile = _scaled(tile, scales, w.scale == "float", WIDE)
-    return round_to(_reordered(tile, w), DTYPE)
+    return round_to(_reordered(tile, w, WGMMA), DTYPE)
 
 
 @triton.jit
@@ -413,7 +428,7 @@ def _of_groups(blocks, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _reordered(tile, w):
+def _reordered(tile, w, WGMMA: tl.constexpr):
     """[n, 4, BK / 32, 2, 4] -> [n, BK] in the order in which four threads, each with a quarter of a row, hold it.
 
     Hopper's tensor cores give a thread two columns in a row, then two 8 further on. Triton gives one of others eight,
@@ -423,7 +438,7 @@ def _reordered(tile, w):
     steps: tl.constexpr = tile.shape[2]
     BYTES: tl.constexpr = w.zeros is not None or (w.columns < 32 * steps and w.scale != "float")
     tile = tl.reshape(tile, (n, 4, steps, 2, 2, 2))
-    if w.warpgroups:
+    if WGMMA:
         tile = tl.permute(tile, (0, 2, 4, 5, 1, 3))
     elif BYTES:
         tile = tl.permute(tile, (0, 2, 1, 4, 5, 3))

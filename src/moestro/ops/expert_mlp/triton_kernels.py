@@ -105,10 +105,13 @@ def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr):
-    """[BM, BK] of the rows that begin at rows_at, zero beyond K and where there is no row, which is not loaded."""
+def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
+    """[BM, BK] of the rows that begin at rows_at, zero beyond K and where there is no row, which is not loaded.
+
+    With WHOLE no step ends beyond K.
+    """
     columns = k0 + tl.arange(0, BK)
-    mask = live[:, None] & (columns < K)[None, :]
+    mask = live[:, None] if WHOLE else live[:, None] & (columns < K)[None, :]
     x = tl.load(rows_at[:, None] + columns[None, :], mask=mask, other=0)
     if tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
         return as_stored(x, DTYPE)
@@ -145,18 +148,19 @@ def product(
     were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
     """
     acc = zeros(BM, BN, SWAP)
+    WGMMA: tl.constexpr = w.warpgroups and (BN if SWAP else BM) >= 64
     begins = begin(w, expert, columns)
     for k0 in tl.range(k_from, k_to, BK):
-        x = load_rows(rows_at, live, k0, K, BK, DTYPE)
+        x = load_rows(rows_at, live, k0, K, BK, DTYPE, w.unit % BK == 0)
         meta = step_meta(w, begins, columns, k0, K, BK)
         if map is None:
-            tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta)
+            tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta, WGMMA)
         else:
             tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
             if INTERPRETED and scales is not None:
                 tile = as_stored(tile.to(tl.uint8, bitcast=True), DTYPE)
         if scales is None:
-            acc = add_product(acc, x, tile, w, meta, SWAP)
+            acc = add_product(acc, x, tile, w, meta, SWAP, WGMMA)
         elif w.columns == 0:
             acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP)
         else:
@@ -331,7 +335,8 @@ def gate_up_kernel(
     """
     blocks = num_blocks(rows, num_pairs)
     tiles = tl.cdiv(I, BN // 2 if GATED else BN)
-    for index in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    if index < blocks * tiles:
         block, column = tile_at(index, blocks, tiles, GROUP)
         gate_up_tile(
             x, x_stride, rows, w, map, bias, bias_stride, out, out_scales, block, column, H, I, scales,
@@ -389,7 +394,8 @@ def down_kernel(
     """out [SPLITS, T * K, H]: each pair's weighted output, as the pieces of its sum over I."""
     blocks = num_blocks(rows, num_pairs)
     tiles = tl.cdiv(H, BN)
-    for index in tl.range(tl.program_id(0), blocks * tiles * SPLITS, tl.num_programs(0)):
+    index = tl.program_id(0)
+    if index < blocks * tiles * SPLITS:
         piece = index % SPLITS
         block, column = tile_at(index // SPLITS, blocks, tiles, GROUP)
         down_tile(

@@ -114,7 +114,7 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
         spaces += rounding.sizes(rows)
     rounds = [None if is_whole and i else of.launch for i, of in enumerate(roundings)]
     outputs = -(-weights.gate_up.shape[1] // how.gate_up.columns), -(-hidden // how.down.columns) * how.splits
-    tiles = (how.programs or blocks * columns for columns in outputs)
+    tiles = (blocks * columns for columns in outputs)
     return Work(
         (num_tokens, ids.shape[1], num_experts),
         (num_pairs, hidden, inner),
@@ -178,7 +178,8 @@ def _tile(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _resources(tile: Tile) -> dict[str, int]:
-    return {"num_warps": tile.warps, "num_stages": tile.stages}
+    limit = {"maxnreg": tile.registers} if tile.registers else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **limit}
 
 
 def _projection_arguments(

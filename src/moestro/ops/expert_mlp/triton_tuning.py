@@ -1,7 +1,7 @@
 """Tiles for a GPU: a function of shape, stored format and device. Imports no Triton.
 
-The thresholds and tiles follow what others have published for the H100 and H200 (modes of tuned configurations over
-tokens an expert); none has been measured with these kernels yet.
+Those of Hopper are the fastest of some that were timed on an H200 (docs/log.md, "The first GPU"); those of other parts
+follow what others have published, and none has been measured with these kernels yet.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Tile:
         swap: weights are the left operand.
         group: blocks that meet one column of weights before the next does.
         tensor_map: weights come through a tensor map (the hardware copies boxes) where they lie so that they can.
+        registers: of a thread at most, so that more programs run at once; 0 for as many as the compiler takes.
     """
 
     columns: int
@@ -106,6 +107,7 @@ class Tile:
     swap: bool = False
     group: int = 8
     tensor_map: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,6 @@ class Plan:
         gate_up, down: the two products.
         splits: pieces of the sum over I.
         wide: whether the pieces are float32 whatever x is.
-        programs: programs of a launch that take tile after tile; 0 for one program a tile.
         tails: how often a tile is halved where a block has no more rows than that.
     """
 
@@ -134,13 +135,11 @@ class Plan:
     down: Tile
     splits: int = 1
     wide: bool = True
-    programs: int = 0
     tails: int = 0
 
     def __str__(self) -> str:
         up, down = (f"{t.columns} x {t.depth}{' swapped' if t.swap else ''}" for t in (self.gate_up, self.down))
         ways = [f"{self.splits} pieces of the sum over I"] if self.splits > 1 else []
-        ways += [f"{self.programs} programs that take tile after tile"] if self.programs else []
         lower = " and ".join(str(self.rows >> (i + 1)) for i in range(self.tails))
         ways += [f"blocks of few rows in tiles of {lower}"] if lower else []
         return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
@@ -162,7 +161,7 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         return _fill(made, problem, device)
     else:
         rows = LEAST_ROWS if name == "selective" else tile_rows(problem.rows_per_expert)
-        rows = min(rows, STEPPED_ROWS) if problem.is_stepped else rows
+        rows = min(rows, STEPPED_ROWS) if _sums_twice(problem, device) else rows
         reason = f"{problem.rows_per_expert:.3g} rows an expert, in tiles of {rows}"
     if name == "blockwise" and block is not None:
         block = min(block, MOST_ROWS)
@@ -170,10 +169,14 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
     made = Plan("grouped", reason, True, block or rows, rows, *_tiles(problem, device, rows))
     if name != "auto":
         made = replace(made, strategy=name)
-    if rows < 64 and not invariant:
-        return _fill(made, problem, device)
-    made = replace(made, gate_up=_rounding(made, problem, device) or made.gate_up)
-    return made if invariant else _persist(replace(made, tails=tails(rows)), problem, device)
+    if invariant:
+        return made
+    return _fill(made, problem, device) if rows < 64 else replace(made, tails=tails(rows), wide=False)
+
+
+def _sums_twice(problem: Problem, device: Device) -> bool:
+    """Whether a tile has two sums for each result, in registers that tiles of many rows need for more results."""
+    return problem.is_stepped and (device.capability[0] != 9 or problem.itemsize == 1)
 
 
 def tails(rows: int) -> int:
@@ -189,26 +192,17 @@ def tile_rows(rows_per_expert: float) -> int:
     return MOST_ROWS
 
 
-def _persist(plan: Plan, problem: Problem, device: Device) -> Plan:
-    """The same with as many programs as the device holds at once, each of which takes tile after tile."""
-    tiles = zip((plan.gate_up, plan.down), problem.bits, strict=True)
-    at_once = min(_at_once(tile, plan.rows, problem.itemsize, bits, device) for tile, bits in tiles)
-    return replace(plan, programs=device.num_sms * at_once, wide=False)
-
-
 def _at_once(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> int:
     """Programs that a multiprocessor holds."""
     by_memory = (device.shared_memory + _RESERVED) // (shared_bytes(tile, rows, itemsize, bits, device) + _RESERVED)
-    return max(min(by_memory, _REGISTERS // (tile.warps * 32 * _MOST_REGISTERS)), 1)
+    return max(min(by_memory, _REGISTERS // (tile.warps * 32 * (tile.registers or _MOST_REGISTERS))), 1)
 
 
 def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
     """The same with tiles, or pieces of the sum over I, for every multiprocessor, and enough of them on their way."""
     blocks, wanted = _blocks(problem), device.num_sms - device.num_sms // _IDLE
-    gate_up, whole = plan.gate_up, _rounding(plan, problem, device)
-    if whole is not None and blocks * -(-problem.halves * problem.intermediate_size // whole.columns) >= wanted:
-        gate_up = whole
-    elif blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
+    gate_up = plan.gate_up
+    if blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
         gate_up = replace(gate_up, columns=min(gate_up.columns, LEAST_COLUMNS))
     most = max(min(-(-problem.intermediate_size // plan.down.depth) // 4, _MOST_SPLITS), 1)
     for columns in (plan.down.columns, min(plan.down.columns, LEAST_COLUMNS)):
@@ -244,42 +238,50 @@ def _deepen(plan: Plan, problem: Problem, device: Device) -> Plan:
     return replace(plan, gate_up=found[0], down=found[1])
 
 
-def _rounding(plan: Plan, problem: Problem, device: Device) -> Tile | None:
-    """gate_up's tile with the columns of a block of down's inputs, which it then rounds; None where these are many."""
-    columns = problem.halves * problem.input_columns
-    if columns not in (128, 256) or plan.rows > STEPPED_ROWS:
-        return None
-    tile = replace(plan.gate_up, columns=columns, warps=columns // 32)
-    found = fit(tile, plan.rows, problem.itemsize, problem.bits[0], device)
-    return found if found.columns == columns else None
-
-
 def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
-    packed, hopper = min(problem.bits) < 16, device.capability[0] == 9
-    crowded = not hopper and (problem.is_stepped or problem.has_small_groups)
-    if rows >= MOST_ROWS:
-        first = Tile(64 if crowded or problem.is_stepped else 256 if hopper and not packed else 128, 64, 8, 4)
-    elif rows >= 64:
-        first = Tile(128, 64, 8 if crowded else 4, 4)
-    else:
-        first = Tile(LEAST_COLUMNS, 128, 4, 4)
-    if hopper and (rows < 64 or packed):  # few rows, or weights that are decoded into the left operand's registers
-        first = replace(first, swap=True)
-    if device.capability >= (9, 0) and rows >= 64 and not packed:
-        first = replace(first, tensor_map=True)
-    if problem.itemsize == 1 and rows >= 64:  # rows and weights of 8 bits both reach the tensor cores as they are
-        warps = 8 if rows >= MOST_ROWS else 4
-        first = Tile(128 if hopper else 64, 128, warps, 4, tensor_map=device.capability >= (9, 0))
-    if problem.itemsize == 4:
-        first = replace(first, columns=64, depth=32, warps=8 if rows >= MOST_ROWS else 4, stages=3, tensor_map=False)
-    tiles = [first, first]
-    if rows < 64 and problem.itemsize != 4:
-        wide = rows >= 32 and device.shared_memory > 128 << 10
-        tiles = [replace(first, columns=128 if bits < 9 or wide else LEAST_COLUMNS) for bits in problem.bits]
+    hopper = device.capability[0] == 9 and problem.itemsize != 4
+    tiles = [_on_hopper(problem, rows, n) if hopper else _elsewhere(problem, device, rows, n) for n in problem.bits]
     gate_up, down = (
         fit(tile, rows, problem.itemsize, bits, device) for tile, bits in zip(tiles, problem.bits, strict=True)
     )
     return gate_up, down
+
+
+def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
+    """The tile of a product whose weights have so many bits.
+
+    Its matrix instruction takes the left operand from registers, where weights are decoded, and wants 64 rows of it.
+    For few rows of 16 bits and weights of 8 the instruction of parts before it is the faster one.
+    """
+    low, high = rows < 64, rows >= MOST_ROWS
+    if problem.itemsize == 1:
+        few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=104)
+        return few if low else Tile(128, 128, 8 if high else 4, 3, tensor_map=True)
+    if bits > 8:
+        few = Tile(128 if rows >= 32 else LEAST_COLUMNS, 128, 4, 4, swap=True)
+        return few if low else Tile(256 if high else 128, 64, 8 if high else 4, 3, tensor_map=True)
+    if bits > 4:
+        few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
+        return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
+    few = Tile(128, 128, 4, 3, swap=True, registers=128)
+    return few if low else replace(few, columns=64 if high and problem.group >= 128 else 128, registers=0)
+
+
+def _elsewhere(problem: Problem, device: Device, rows: int, bits: float) -> Tile:
+    """The same for parts on which nothing was measured, and for rows of 32 bits."""
+    crowded, packed = problem.is_stepped or problem.has_small_groups, min(problem.bits) < 16
+    maps = device.capability >= (9, 0)
+    if problem.itemsize == 4:
+        swap = device.capability[0] == 9 and (rows < 64 or packed)
+        return Tile(64, 32, 8 if rows >= MOST_ROWS else 4, 3, swap=swap)
+    if rows < 64:
+        wide = rows >= 32 and device.shared_memory > 128 << 10
+        return Tile(128 if bits < 9 or wide else LEAST_COLUMNS, 128, 4, 4)
+    if problem.itemsize == 1:  # rows and weights of 8 bits both reach the tensor cores as they are
+        return Tile(64, 128, 8 if rows >= MOST_ROWS else 4, 4, tensor_map=maps)
+    if rows >= MOST_ROWS:
+        return Tile(64 if crowded else 128, 64, 8, 4, tensor_map=maps and not packed)
+    return Tile(128, 64, 8 if crowded else 4, 4, tensor_map=maps and not packed)
 
 
 def fit(tile: Tile, rows: int, itemsize: int, bits: float, device: Device) -> Tile:
