@@ -186,7 +186,6 @@ def neighbours(plan: Plan, problem: Problem, device: Device) -> Iterator[Plan]:
         rows = [r for r in (plan.rows // 2, plan.rows * 2) if triton_tuning.LEAST_ROWS <= r <= triton_tuning.MOST_ROWS]
         steps += [replace(plan, rows=r, block=r, tails=triton_tuning.tails(r)) for r in rows]
         steps += [replace(plan, tails=n) for n in range(3) if triton_tuning.tails(plan.rows) and n != plan.tails]
-        steps.append(replace(plan, programs=0 if plan.programs else device.num_sms))
     for name in ("gate_up", "down"):
         steps += [replace(plan, **{name: tile}) for tile in _tiles(getattr(plan, name))]  # type: ignore[arg-type]
     if plan.wide:

@@ -1,8 +1,7 @@
 """The plans that an H200 gets for the layers of the benchmark, tile by tile as they are, on layers cut to a few tiles.
 
 Elsewhere tiles are 32 x 32, so that much of a layer fits into a test. Here the tiles are those of a device: 128 x 256
-in bfloat16, through tensor maps, in programs that take tile after tile; of the layer three experts are left, and of H
-and I a tile and a part of one.
+in bfloat16, through tensor maps; of the layer three experts are left, and of H and I a tile and a part of one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from .triton_calls import launch
 H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 STORED = ("bfloat16", "mxfp4", "fp8-e4m3-b128", "int8", "int4-g32")
-PROGRAMS = 5
-"""In place of one or two for each multiprocessor, so that each still takes several tiles."""
 
 
 def plans(name: str) -> list[Plan]:
@@ -68,7 +65,6 @@ def test_meets_the_reference(name, how, triton_device):
     ids[: 7 if how.rows < 128 else 40, 1] = 2  # of high tiles, blocks of 128, 9 and 40 rows: one for each of the three
     routing = replace(routing, expert_ids=ids, routing_weights=torch.rand(ids.shape))
     x = torch.randn(sizes.num_tokens, sizes.hidden_size).bfloat16()
-    how = replace(how, programs=PROGRAMS if how.programs else 0)
     launches = work(x, routing, weights, how, torch.bfloat16)
     maps = [launches.gate_up[1], launches.down[1]]
     assert [m is not None for m in maps] == [tile.tensor_map for tile in (how.gate_up, how.down)]
@@ -84,7 +80,6 @@ def test_without_the_map_that_a_driver_may_refuse_bits_are_the_same(triton_devic
     sizes = cut(how, 0)
     weights = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16)
     routing, x = problems.routing(sizes), torch.randn(sizes.num_tokens, sizes.hidden_size).bfloat16()
-    how = replace(how, programs=PROGRAMS)
     other = replace(how, gate_up=replace(how.gate_up, tensor_map=False))
     assert work(x, routing, weights, other, torch.bfloat16).gate_up[1] is None
     assert bit_equal(launch(x, routing, weights, how), launch(x, routing, weights, other))
@@ -106,7 +101,7 @@ def test_blocks_of_few_rows_have_the_same_bits_in_lower_tiles(triton_device, pro
     routing, x = problems.routing(sizes, kind="random"), torch.randn(sizes.num_tokens, 64).bfloat16()
     ids = torch.zeros_like(routing.expert_ids)
     ids[:40, 1], ids[40:, 1] = 2, -1
-    routing, how = replace(routing, expert_ids=ids), replace(how, programs=PROGRAMS)
+    routing = replace(routing, expert_ids=ids)
     found = []
     for tails, met in ((0, {128}), (1, {128, 64}), (2, {128, 64, 32})):
         heights.clear()
@@ -116,8 +111,8 @@ def test_blocks_of_few_rows_have_the_same_bits_in_lower_tiles(triton_device, pro
 
 
 def test_there_are_all_kinds():
-    """High tiles through tensor maps in programs that go on, low ones with weights on the left, and pairs."""
-    kinds = {(how.rows, how.ordered, how.gate_up.tensor_map, how.gate_up.swap, bool(how.programs)) for _, how in CASES}
-    assert {(128, True, True, False, True), (16, True, False, True, False), (16, False, False, True, False)} <= kinds
+    """High tiles through tensor maps, low ones with weights on the left, and pairs."""
+    kinds = {(how.rows, how.ordered, how.gate_up.tensor_map, how.gate_up.swap) for _, how in CASES}
+    assert {(128, True, True, False), (16, True, False, True), (16, False, False, True)} <= kinds
     assert any(how.gate_up.columns == 256 for _, how in CASES)
     assert {how.tails for _, how in CASES} == {0, 2}

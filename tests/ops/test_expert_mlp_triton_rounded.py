@@ -31,7 +31,7 @@ PLANS = {
     "pairs": replace(ALONE, ordered=False, block=1),
     "split": replace(ALONE, splits=2, block=3),
     "tails": replace(ALONE, rows=32, block=32, tails=1),
-    "persistent": replace(ALONE, programs=3, block=5, wide=False),
+    "narrow": replace(ALONE, block=5, wide=False),
 }
 ACTIVATIONS = (GPT_OSS_SWIGLU, Activation(), Activation("relu2", gated=False))
 H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
@@ -121,24 +121,13 @@ def problem(layer: str, num_tokens: int, form: str = FORMAT) -> Problem:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_gate_up_rounds_where_every_multiprocessor_still_has_a_tile(layer):
+def test_no_tile_is_widened_so_that_gate_up_rounds(layer):
+    """An H200 was slower by that, with few tokens and with many (docs/log.md, "The first GPU")."""
     for num_tokens in (1, 4, 64, 512, 4096):
-        asked = problem(layer, num_tokens)
         for device in (H200, gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))):
-            how = triton_tuning.choose(asked, device, ("auto", None), False)
-            blocks = min(asked.num_pairs, asked.num_experts)
-            tiles = blocks * -(-asked.intermediate_size // BLOCK)
-            assert (how.gate_up.columns == 2 * BLOCK) is (tiles >= device.num_sms * 7 // 8 or how.rows > 16), num_tokens
-            assert how.gate_up.stages >= 3  # two loads on their way at least, one of them behind a product
-            assert how.gate_up.warps == (8 if how.gate_up.columns == 2 * BLOCK else 4)
-    rows = triton_tuning.choose(problem(layer, 4096, "fp8-e4m3-channel"), H200, ("auto", None), False)
-    assert rows.gate_up.columns == 128  # a scale a row: its largest is known when the last tile is
-
-
-def test_bits_that_must_not_depend_on_the_batch_are_rounded_in_one_place():
-    for device in (H200, gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))):
-        plans = {triton_tuning.choose(problem("olmoe", t), device, ("auto", None), True) for t in (1, 7, 64, 4096)}
-        assert [how.gate_up.columns for how in plans] == [2 * BLOCK]
+            for invariant in (False, True):
+                how = triton_tuning.choose(problem(layer, num_tokens), device, ("auto", None), invariant)
+                assert how.gate_up.columns <= BLOCK
 
 
 @pytest.mark.usefixtures("products_in_order")
@@ -146,11 +135,11 @@ def test_bits_that_must_not_depend_on_the_batch_are_rounded_in_one_place():
 def test_the_plans_of_an_h200_have_the_bits_of_a_launch_for_it(num_tokens, rows, is_mapped):
     """Tile by tile as they are, 256 rows of weights at once, on three experts; also through tensor maps."""
     how = triton_tuning.choose(problem("qwen3-30b-a3b", num_tokens), H200, ("auto", None), False)
-    assert (how.rows, how.gate_up.columns, how.gate_up.tensor_map) == (rows, 256, is_mapped)
+    assert (how.rows, how.gate_up.tensor_map) == (rows, is_mapped)
+    how = replace(how, gate_up=replace(how.gate_up, columns=256, warps=8))
     sizes = problems.Sizes(how.block + 9, 256, 160 if is_mapped else 256, 3, 2)
     weights = problems.weights(sizes, Activation(), torch.float32).quantize(FORMAT, input_format="fp8-e4m3")
     routing, x = problems.routing(sizes, kind="random"), torch.randn(sizes.num_tokens, 256).bfloat16()
-    how = replace(how, programs=5 if how.programs else 0)
     alone = replace(how, gate_up=replace(how.gate_up, columns=128, warps=4))
     y = launch(x, routing, weights, how)
     assert bit_equal(y, launch(x, routing, weights, alone))

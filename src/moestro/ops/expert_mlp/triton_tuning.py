@@ -257,13 +257,13 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
     if problem.itemsize == 1:
         few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=104)
         return few if low else Tile(128, 128, 8 if high else 4, 3, tensor_map=True)
-    if bits > 8:
+    if bits >= 16:
         few = Tile(128 if rows >= 32 else LEAST_COLUMNS, 128, 4, 4, swap=True)
         return few if low else Tile(256 if high else 128, 64, 8 if high else 4, 3, tensor_map=True)
-    if bits > 4:
+    if bits >= 8:
         few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
         return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
-    few = Tile(128, 128, 4, 3, swap=True, registers=128)
+    few = Tile(128, 128, 4, 3, swap=True, registers=168 if problem.is_stepped else 128)
     return few if low else replace(few, columns=64 if high and problem.group >= 128 else 128, registers=0)
 
 
