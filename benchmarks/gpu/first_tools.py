@@ -45,6 +45,8 @@ DEVICE_TESTS = (
 )
 _PLACES = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*", "/usr/local/cuda*/nsight-compute*")
 _MOST_ROWS, _TAIL = 64, 3000
+_MOST_TESTING = 14
+"""Processes, of which each takes some of the device's memory."""
 _NOT_FOUND = 127
 _AFTER_TABLE = 70.0
 """Seconds that the benchmark of every layer may take beyond its own budget."""
@@ -126,17 +128,19 @@ def _missing(tool: str) -> Row:
 
 
 def test_rows(path: str, seconds: float) -> list[Row]:
-    """How a file of tests went on the device."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", path]
+    """How a file of tests went on the device, and which failed, also where its time was over before its end."""
+    count = str(max(min(os.cpu_count() or 1, _MOST_TESTING), 1))
+    # The plugin pytest-benchmark warns beside pytest-xdist, and the tests take warnings for errors.
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:benchmark", "-n", count, "--maxprocesses", count, path]
     code, said = ran(command, seconds, TRITON_INTERPRET="0")
     last = said.strip().splitlines()[-1:] or [""]
+    failed = list(dict.fromkeys(re.findall(r"\bFAILED (\S+::\S+)", said)))
     if "No module named pytest" in said or "unrecognized arguments: -n" in said:
         return [{"tool": path, "status": "skipped", "reason": "pytest and pytest-xdist are not on this machine"}]
     if code == 124:
-        return [
-            {"tool": path, "status": "skipped", "reason": "it was ended, its time being over", "tail": said[-_TAIL:]}
-        ]
-    row: Row = {"tool": path, "status": "ok" if code in (0, 5) else "wrong", "summary": last[0]}
+        row: Row = {"tool": path, "status": "wrong" if failed else "skipped", "failed": failed}
+        return [{**row, "reason": "it was ended, its time being over", "tail": said[-_TAIL:]}]
+    row = {"tool": path, "status": "ok" if code in (0, 5) else "wrong", "summary": last[0], "failed": failed}
     return [row if row["status"] == "ok" else {**row, "reason": last[0], "tail": said[-_TAIL:]}]
 
 
