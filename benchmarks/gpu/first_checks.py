@@ -78,7 +78,6 @@ def problem_of(spec: LayerSpec, form: str, num_tokens: int) -> Problem:
         1 if rows else DTYPE.itemsize,
         (bits, bits),
         columns,
-        columns if rows else 0,
     )
 
 

@@ -27,7 +27,7 @@ PLANS = {
     "pairs": replace(SMALL, ordered=False, block=1),
     "split": replace(SMALL, splits=2, block=3, down=Tile(16, 32)),
     "tails": replace(SMALL, rows=32, block=32, tails=1),
-    "narrow": replace(SMALL, block=5, wide=False, gate_up=replace(TILE, group=4)),
+    "blocks-of-5": replace(SMALL, block=5, wide=False, gate_up=replace(TILE, group=4)),
 }
 
 

@@ -36,7 +36,7 @@ def problem(spec: LayerSpec, form: str, num_tokens: int) -> Problem:
     bits, scaling = FORMATS[stored].bits, FORMATS[stored].scaling
     columns = 0 if scaling is None else scaling.columns
     sizes = num_tokens, spec.top_k, spec.num_experts, spec.hidden_size, spec.intermediate_size
-    return Problem(*sizes, 2, 1 if rows else 2, (bits, bits), columns, columns if rows else 0)
+    return Problem(*sizes, 2, 1 if rows else 2, (bits, bits), columns)
 
 
 def held(tile: Tile, how: Plan, p: Problem, bits: float, part: gpu.Device) -> int:

@@ -31,7 +31,7 @@ PLANS = {
     "pairs": replace(ALONE, ordered=False, block=1),
     "split": replace(ALONE, splits=2, block=3),
     "tails": replace(ALONE, rows=32, block=32, tails=1),
-    "narrow": replace(ALONE, block=5, wide=False),
+    "blocks-of-5": replace(ALONE, block=5, wide=False),
 }
 ACTIVATIONS = (GPT_OSS_SWIGLU, Activation(), Activation("relu2", gated=False))
 H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
@@ -117,7 +117,7 @@ def test_no_float32_stands_between_the_products():
 def problem(layer: str, num_tokens: int, form: str = FORMAT) -> Problem:
     spec, bits, columns = LAYERS[layer], FORMATS[form].bits, FORMATS[form].scaling.columns
     sizes = num_tokens, spec.top_k, spec.num_experts, spec.hidden_size, spec.intermediate_size
-    return Problem(*sizes, 2, 1, (bits, bits), columns, columns)
+    return Problem(*sizes, 2, 1, (bits, bits), columns)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -132,8 +132,8 @@ def test_no_tile_is_widened_so_that_gate_up_rounds(layer):
 
 @pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize(("num_tokens", "rows", "is_mapped"), [(16, 16, False), (4096, 64, True)])
-def test_the_plans_of_an_h200_have_the_bits_of_a_launch_for_it(num_tokens, rows, is_mapped):
-    """Tile by tile as they are, 256 rows of weights at once, on three experts; also through tensor maps."""
+def test_a_tile_that_rounds_has_the_bits_of_a_launch_for_it(num_tokens, rows, is_mapped):
+    """256 rows of weights at once, else the plans of an H200, on three experts; also through tensor maps."""
     how = triton_tuning.choose(problem("qwen3-30b-a3b", num_tokens), H200, ("auto", None), False)
     assert (how.rows, how.gate_up.tensor_map) == (rows, is_mapped)
     how = replace(how, gate_up=replace(how.gate_up, columns=256, warps=8))

@@ -33,7 +33,7 @@ _WIDEST = 16
 """Items: no hint on addresses says more to the compiler."""
 
 _LONGEST = 256
-"""Columns of the longest step."""
+"""Columns: no step has more, one that a search tries neither."""
 
 # How far e2m1's tiles in bfloat16 fall short, so that their largest scale, a factor of 2 ** 126 included, is finite.
 _SHORT = tl.constexpr(2.0**-24)
@@ -63,8 +63,9 @@ class Weights(NamedTuple):
         pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
         step: of what the row strides of scales and zero points are multiples. Triton asks for 16 only, and loads what a
             thread holds of a row one by one where it knows of no other.
-        unit: of what the number of columns is a multiple. Triton knows of 16 only: masks of tiles that end inside a row
-            would have loads of at most as many weights, and loads of 8 bytes go through the first cache.
+        unit: of what the number of columns is a multiple, 256 at most. Triton knows of 16 only. A mask might then
+            change after 16 weights, which for those of four bits allows loads of 8 bytes; these go through the first
+            cache.
     """
 
     data: Any
@@ -204,6 +205,8 @@ def step_meta(w, begins, rows, k0, K, BK: tl.constexpr):
     if w.scale == "none" or w.columns == 0:
         return tl.zeros((1, 1), tl.int32), tl.zeros((1, 1), tl.int32)
     else:
+        # Scales of shorter groups are applied to decoded nibbles, and nowhere to bytes.
+        tl.static_assert(w.columns >= BK or (w.element != "e4m3" and w.element != "int8"))
         COUNT: tl.constexpr = BK // w.columns if w.columns < BK else 1
         blocks = tl.multiple_of(k0 // w.columns, COUNT) + tl.arange(0, COUNT)
         down = _own(w, rows) // w.rows
@@ -225,7 +228,7 @@ def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, m
     """Rows `rows` [BN] of an expert's matrix, columns k0 to k0 + BK -> [BN, BK] of DTYPE, for `add_product`.
 
     0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `begins` and `meta` what `begin` and `step_meta`
-    gave for them.
+    gave for them. WGMMA says which instruction multiplies: `_reordered`.
     """
     if w.element == "dense":
         return round_to(_codes(w, begins, rows, k0, K, BK, 1), DTYPE)
@@ -431,8 +434,9 @@ def _of_groups(blocks, SHAPE: tl.constexpr):
 def _reordered(tile, w, WGMMA: tl.constexpr):
     """[n, 4, BK / 32, 2, 4] -> [n, BK] in the order in which four threads, each with a quarter of a row, hold it.
 
-    Hopper's tensor cores give a thread two columns in a row, then two 8 further on. Triton gives one of others eight,
-    or four where no byte goes into a tile: it takes the narrowest number of a tile for the size of a stored weight.
+    Hopper's own instruction (WGMMA) gives a thread two columns in a row, then two 8 further on. Of the other one, which
+    Hopper has too, Triton gives it eight, or four where no byte goes into a tile: it takes the narrowest number of a
+    tile for the size of a stored weight.
     """
     n: tl.constexpr = tile.shape[0]
     steps: tl.constexpr = tile.shape[2]

@@ -198,7 +198,6 @@ def problem(x: Tensor, routing: Routing, weights: ExpertWeights) -> Problem:
         compute_dtype(x, weights).itemsize,
         (weights.gate_up.format.bits, weights.down.format.bits),
         max(columns),
-        0 if weights.input_format == "float" else columns[1],
     )
 
 

@@ -148,6 +148,7 @@ def product(
     were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
     """
     acc = zeros(BM, BN, SWAP)
+    # Triton multiplies by Hopper's own instruction where the left operand has at least 64 rows.
     WGMMA: tl.constexpr = w.warpgroups and (BN if SWAP else BM) >= 64
     begins = begin(w, expert, columns)
     for k0 in tl.range(k_from, k_to, BK):

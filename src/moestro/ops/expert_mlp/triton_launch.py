@@ -2,7 +2,7 @@
 
 The order of rows (none where every pair is a block of its own, two launches for many), gate_up with the activation,
 down with the routing weights, and the sum over slots; before each product one more where rows are rounded, unless
-gate_up rounds what it gives to down. Nothing is"""
+gate_up rounds what it gives to down. Nothing is read back on the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tiles for a GPU: a function of shape, stored format and device. Imports no Triton.
 
-Those of Hopper are the fastest of some that were timed on an H200 (docs/log.md, "The first GPU"); those of other parts
-follow what others have published, and none has been measured with these kernels yet.
+Those of Hopper follow what was timed on an H200 (docs/log.md, "The first GPU"); those of other parts follow what others
+have published, and none has been measured with these kernels yet.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ PAIRS_BETA = 4
 """Pairs are not ordered while beta * T * K <= E: then hardly two of them name one expert."""
 
 STEPPED_ROWS = 64
-"""Rows of the highest tile where a scale meets the sum of each step: two sums for each result take registers."""
+"""Rows of the highest tile where a scale meets the sum of each step, which takes a second sum: not on Hopper, whose
+tiles have fewer columns instead, unless rows have 8 bits."""
 
 _RESERVED = 1024
 """Bytes of shared memory that CUDA keeps of each block's for itself, beside what the block may have."""
 _EXCHANGED = 2 << 10
 """Bytes of it beside what is loaded, at most: largest numbers that warps tell each other, and the state of copies."""
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 256
-"""Of a multiprocessor, and of a thread as compiled tiles of many rows have them."""
+"""Of a multiprocessor, and of a thread of a tile that names no limit."""
 
 IN_FLIGHT = 48 << 10
 """Bytes of weights that a multiprocessor is to have asked for at once where reading them is what takes the time."""
@@ -50,7 +51,6 @@ class Problem:
         itemsize: bytes of the dtype that rows are multiplied in.
         bits: stored bits a weight of gate_up and down.
         group: columns that share a scale, 0 for all of a row (and for dense weights).
-        input_columns: inputs of down that are rounded with one scale; 0 for all of a row, and where none are rounded.
     """
 
     num_tokens: int
@@ -62,7 +62,6 @@ class Problem:
     itemsize: int
     bits: tuple[float, float]
     group: int = 0
-    input_columns: int = 0
 
     @property
     def num_pairs(self) -> int:
@@ -71,7 +70,7 @@ class Problem:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether scales of as many columns as a step has, or more, meet the sum of each step."""
+        """Whether a scale has at least the 64 columns of a short step, so that it meets the sum of each."""
         return self.group >= 64
 
     @property
@@ -97,7 +96,7 @@ class Tile:
         swap: weights are the left operand.
         group: blocks that meet one column of weights before the next does.
         tensor_map: weights come through a tensor map (the hardware copies boxes) where they lie so that they can.
-        registers: of a thread at most, so that more programs run at once; 0 for as many as the compiler takes.
+        registers: of a thread at most, which says how many programs run at once; 0 for as many as the compiler takes.
     """
 
     columns: int
@@ -161,7 +160,7 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         return _fill(made, problem, device)
     else:
         rows = LEAST_ROWS if name == "selective" else tile_rows(problem.rows_per_expert)
-        rows = min(rows, STEPPED_ROWS) if _sums_twice(problem, device) else rows
+        rows = min(rows, STEPPED_ROWS) if _stays_low(problem, device) else rows
         reason = f"{problem.rows_per_expert:.3g} rows an expert, in tiles of {rows}"
     if name == "blockwise" and block is not None:
         block = min(block, MOST_ROWS)
@@ -174,8 +173,8 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
     return _fill(made, problem, device) if rows < 64 else replace(made, tails=tails(rows), wide=False)
 
 
-def _sums_twice(problem: Problem, device: Device) -> bool:
-    """Whether a tile has two sums for each result, in registers that tiles of many rows need for more results."""
+def _stays_low(problem: Problem, device: Device) -> bool:
+    """Whether `STEPPED_ROWS` is the most."""
     return problem.is_stepped and (device.capability[0] != 9 or problem.itemsize == 1)
 
 
@@ -263,7 +262,7 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
     if bits >= 8:
         few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
         return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
-    few = Tile(128, 128, 4, 3, swap=True, registers=168 if problem.is_stepped else 128)
+    few = Tile(128, 128, 4, 3, swap=True, registers=168)
     return few if low else replace(few, columns=64 if high and problem.group >= 128 else 128, registers=0)
 
 
