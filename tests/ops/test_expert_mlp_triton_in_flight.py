@@ -77,6 +77,21 @@ def test_every_multiprocessor_waits_for_enough_of_the_weights(layer, part):
                 assert share >= 7 / 8, (form, num_tokens, how)
 
 
+def is_uneven(tiles: int, how: Plan, part: gpu.Device) -> bool:
+    """Whether low tiles are up to four for a multiprocessor, and fewer than nine tenths of what all could have."""
+    each = -(-tiles // part.num_sms)
+    return how.rows == 16 and each <= 4 and tiles / (each * part.num_sms) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("layer", "columns"), [("olmoe", (128, 128)), ("gpt-oss-20b", (64, 64)), ("mixtral", (64, 128))]
+)
+def test_tiles_of_one_token_are_halved_where_multiprocessors_had_unequal_shares(layer, columns):
+    """128, 180 and 448 tiles of gate_up and 128, 184 and 128 of down for 132 multiprocessors."""
+    how = triton_tuning.choose(problem(LAYERS[layer], "mxfp4", 1), device("sm_90"), ("auto", None), False)
+    assert (how.gate_up.columns, how.down.columns) == columns
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_tiles_stay_wide_and_the_sum_is_cut_instead(layer):
     on, cut = device("sm_90"), 0
@@ -87,10 +102,12 @@ def test_tiles_stay_wide_and_the_sum_is_cut_instead(layer):
             blocks = min(p.num_pairs, p.num_experts)
             nibbles = p.bits[0] < 8
             narrow = not nibbles and (how.rows == 16 or p.itemsize == 1)
-            assert how.down.columns == (64 if narrow else 128), (form, num_tokens)
-            filled = blocks * -(-p.halves * p.intermediate_size // 128) >= on.num_sms * 7 / 8
-            assert how.gate_up.columns in ((64,) if narrow or not filled else (128,)), (form, num_tokens)
-            least = blocks * -(-p.hidden_size // how.down.columns)
+            whole = blocks * -(-p.halves * p.intermediate_size // 128)
+            halved = narrow or whole < on.num_sms * 7 / 8 or is_uneven(whole, how, on)
+            assert how.gate_up.columns == (64 if halved else 128), (form, num_tokens)
+            least = blocks * -(-p.hidden_size // (64 if narrow else 128))
+            halved = narrow or is_uneven(least * how.splits, how, on)
+            assert how.down.columns == (64 if halved else 128), (form, num_tokens)
             assert how.splits == 1 or least * (how.splits - 1) < on.num_sms <= least * how.splits * 8 / 7
             cut += how.splits > 1
     assert bool(cut) is (layer in ("mixtral", "mixtral-half", "gpt-oss-20b", "llama4-scout"))

@@ -39,6 +39,8 @@ LEAST_COLUMNS = 64
 _MOST_STAGES, _MOST_SPLITS = 10, 8
 _IDLE = 8
 """One of so many multiprocessors may have no tile."""
+_FEW_TILES, _EVEN = 4, 0.9
+"""Of a multiprocessor, up to which it matters that all have as many; and the share of that number that is enough."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
     """The same with tiles, or pieces of the sum over I, for every multiprocessor, and enough of them on their way."""
     blocks, wanted = _blocks(problem), device.num_sms - device.num_sms // _IDLE
     gate_up = plan.gate_up
-    if blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns) < wanted:
+    tiles = blocks * -(-problem.halves * problem.intermediate_size // gate_up.columns)
+    if tiles < wanted or _is_uneven(tiles, plan, device):
         gate_up = replace(gate_up, columns=min(gate_up.columns, LEAST_COLUMNS))
     most = max(min(-(-problem.intermediate_size // plan.down.depth) // 4, _MOST_SPLITS), 1)
     for columns in (plan.down.columns, min(plan.down.columns, LEAST_COLUMNS)):
@@ -209,9 +212,18 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
         splits = min(-(-wanted // programs), most)
         if programs * splits >= wanted:
             break
+    if _is_uneven(programs * splits, plan, device):
+        columns = min(columns, LEAST_COLUMNS)
     return _deepen(
         replace(plan, gate_up=gate_up, down=replace(plan.down, columns=columns), splits=splits), problem, device
     )
+
+
+def _is_uneven(tiles: int, plan: Plan, device: Device) -> bool:
+    """Whether some multiprocessors have so many tiles more than others that halves of them were faster on an H200."""
+    each = -(-tiles // device.num_sms)
+    few = device.capability[0] == 9 and plan.rows == LEAST_ROWS and each <= _FEW_TILES
+    return few and _EVEN * each * device.num_sms > tiles
 
 
 def _blocks(problem: Problem) -> int:
