@@ -6,7 +6,7 @@ Nothing here knows a GPU but `cuda`: clocks, captures and probes are those of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isfinite
 from statistics import median, quantiles
@@ -269,7 +269,4 @@ def winners(rows: list[Row]) -> dict[tuple[str, int], Plan]:
 
 def plan_of(value: dict[str, Any]) -> Plan:
     """What `asdict` made JSON of."""
-    known = {
-        field.name: value[field.name] for field in fields(Plan) if field.name in value
-    }  # of files from before, too
-    return Plan(**{**known, "gate_up": Tile(**value["gate_up"]), "down": Tile(**value["down"])})
+    return Plan(**{**value, "gate_up": Tile(**value["gate_up"]), "down": Tile(**value["down"])})

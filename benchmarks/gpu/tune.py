@@ -205,7 +205,7 @@ def _tiles(tile: Tile) -> Iterator[Tile]:
     allowed = {"columns": (32, 256), "depth": (32, 256), "warps": (4, 8), "stages": (2, 10), "group": (1, 32)}
     for name, values in changes.items():
         least, most = allowed.get(name, (0, 1))
-        # A limit on registers was set for the tile as it was.
+        # How many registers a thread has was said of the tile as it was.
         yield from (replace(tile, **{name: value, "registers": 0}) for value in values if least <= value <= most)
 
 

@@ -178,6 +178,11 @@ def measured(name: str, kernel: Any) -> Compiled:
     return Compiled(name, kernel.metadata.shared, registers, spills, kernel.asm["ptx"], kernel.asm["cubin"])
 
 
+def copies(ptx: str) -> list[int]:
+    """Bytes of each thread's asynchronous copies to shared memory, each size once."""
+    return sorted({int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)})
+
+
 def longest_loop(sass: str) -> int:
     """Instructions of the longest loop that multiplies matrices and has no other such loop inside, as disassembled."""
     labels: dict[str, int] = {}
@@ -261,6 +266,7 @@ def main(arguments: list[str]) -> None:
                 f"{architecture} {dtype:8} {form:12} T={num_tokens:<5} {kernel.name:16} shared {kernel.shared:6} of "
                 f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  "
                 f"{f'loop {kernel.loop:4}  ' if 'loops' in arguments else ''}"
+                f"copies {','.join(map(str, copies(kernel.ptx))) or '-'}  "
                 f"{'wgmma' if 'wgmma.mma' in kernel.ptx else 'mma' if 'mma.sync' in kernel.ptx else '-'}",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Inputs of down rounded by gate_up, where a tile of it has a whole block of them: the bits of a launch for it."""
+"""Rows rounded to fp8-e4m3 by launches before each product, one scale for a block of columns."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from . import problems
 from .stored import apart
 from .triton_calls import launch
 
-FORMAT, BLOCK = "fp8-e4m3-b128", 128
+FORMAT = "fp8-e4m3-b128"
 TILE = Tile(columns=64, depth=128, stages=2)
-ALONE = Plan("grouped", "rounded by a launch", ordered=True, block=16, rows=16, gate_up=TILE, down=TILE)
+SMALL = Plan("grouped", "small tiles", ordered=True, block=16, rows=16, gate_up=TILE, down=TILE)
 PLANS = {
-    "ordered": ALONE,
-    "swapped": replace(ALONE, gate_up=replace(TILE, swap=True), down=replace(TILE, swap=True)),
-    "pairs": replace(ALONE, ordered=False, block=1),
-    "split": replace(ALONE, splits=2, block=3),
-    "tails": replace(ALONE, rows=32, block=32, tails=1),
-    "blocks-of-5": replace(ALONE, block=5, wide=False),
+    "ordered": SMALL,
+    "swapped": replace(SMALL, gate_up=replace(TILE, swap=True), down=replace(TILE, swap=True)),
+    "pairs": replace(SMALL, ordered=False, block=1),
+    "split": replace(SMALL, splits=2, block=3),
+    "tails": replace(SMALL, rows=32, block=32, tails=1),
+    "blocks-of-5": replace(SMALL, block=5, wide=False),
 }
 ACTIVATIONS = (GPT_OSS_SWIGLU, Activation(), Activation("relu2", gated=False))
 H200 = gpu.Device((9, 0), 132, gpu.shared_memory((9, 0)))
@@ -57,61 +57,41 @@ def case(activation: Activation, inner: int = 168, num_tokens: int = 7) -> tuple
     return torch.randn(num_tokens, 144), routing, weights
 
 
-def wide(how: Plan, weights: ExpertWeights) -> Plan:
-    """The same with a tile of gate_up that has a block of the inputs of down."""
-    halves = 2 if weights.activation.gated else 1
-    return replace(how, gate_up=replace(how.gate_up, columns=halves * BLOCK))
-
-
 def kernels(x: torch.Tensor, routing: Routing, weights: ExpertWeights, how: Plan) -> list[str]:
     return [use.kernel for use in work(x, routing, weights, how, torch.float8_e4m3fn).uses()]
 
 
-@pytest.mark.usefixtures("products_in_order")
+def check(y: torch.Tensor, x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> None:
+    found = too_far(y.float(), reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
+    assert found is None, found
+
+
 @pytest.mark.parametrize("name", PLANS)
-def test_bits_are_those_of_a_launch_of_its_own(name):
+def test_meets_the_reference(name):
     how, turn = PLANS[name], list(PLANS).index(name)
     x, routing, weights = case(ACTIVATIONS[turn % 3], num_tokens=21 if how.tails else 7)
     routing = replace(routing, weight_on="input" if turn % 2 else "output")
     for stored in (weights, apart(weights)) if turn == 0 else (weights,):
-        fused = wide(how, stored)
         assert kernels(x, routing, stored, how).count("round_rows_kernel") == 2
-        assert kernels(x, routing, stored, fused).count("round_rows_kernel") == 1
-        y = launch(x, routing, stored, fused)
+        y = launch(x, routing, stored, how)
         assert bit_equal(y, launch(x, routing, stored, how))
-        assert bit_equal(y, launch(x, routing, stored, fused))
-        found = too_far(y, reference.expert_mlp(x, routing, stored), LOW_PRECISION_INPUT / 4)
-        assert found is None, found
+        check(y, x, routing, stored)
         assert (y[3] == 0).all()
 
 
 @pytest.mark.parametrize("inner", [1, 127, 129])
 def test_blocks_that_are_not_whole(inner):
-    """What a tile computes beyond I is another row's: no largest magnitude may come from there."""
     x, routing, weights = case(GPT_OSS_SWIGLU, inner)
-    y = launch(x, routing, weights, wide(ALONE, weights))
-    assert bit_equal(y, launch(x, routing, weights, ALONE))
+    check(launch(x, routing, weights, SMALL), x, routing, weights)
 
 
 def test_what_is_not_finite_stays_in_its_row():
     for value in (-torch.inf, torch.nan):
         x, routing, weights = case(GPT_OSS_SWIGLU)
         x[5, 3] = value
-        y, expected = (launch(x, routing, weights, how) for how in (wide(ALONE, weights), ALONE))
-        assert torch.equal(y.isnan(), expected.isnan())
+        y = launch(x, routing, weights, SMALL)
         assert y[5].isnan().all()
         assert torch.isfinite(y[[0, 1, 2, 3, 4, 6]]).all()
-
-
-def test_no_float32_stands_between_the_products():
-    """A byte a number and a scale a block, where there were four and the bytes they were rounded to."""
-    x, routing, weights = case(GPT_OSS_SWIGLU)
-    pairs, inner = 14, 168
-    sizes = [
-        sum(n * dtype.itemsize for n, dtype in work(x, routing, weights, how, torch.float8_e4m3fn).spaces)
-        for how in (ALONE, wide(ALONE, weights))
-    ]
-    assert sizes[0] - sizes[1] == 4 * pairs * inner
 
 
 def problem(layer: str, num_tokens: int, form: str = FORMAT) -> Problem:
@@ -120,30 +100,15 @@ def problem(layer: str, num_tokens: int, form: str = FORMAT) -> Problem:
     return Problem(*sizes, 2, 1, (bits, bits), columns)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_no_tile_is_widened_so_that_gate_up_rounds(layer):
-    """An H200 was slower by that, with few tokens and with many (docs/log.md, "The first GPU")."""
-    for num_tokens in (1, 4, 64, 512, 4096):
-        for device in (H200, gpu.Device((8, 9), 128, gpu.shared_memory((8, 9)))):
-            for invariant in (False, True):
-                how = triton_tuning.choose(problem(layer, num_tokens), device, ("auto", None), invariant)
-                assert how.gate_up.columns <= BLOCK
-
-
-@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize(("num_tokens", "rows", "is_mapped"), [(16, 16, False), (4096, 64, True)])
-def test_a_tile_that_rounds_has_the_bits_of_a_launch_for_it(num_tokens, rows, is_mapped):
-    """256 rows of weights at once, else the plans of an H200, on three experts; also through tensor maps."""
+def test_the_plans_of_an_h200(num_tokens, rows, is_mapped):
+    """Tile by tile as they are, on three experts; also through tensor maps."""
     how = triton_tuning.choose(problem("qwen3-30b-a3b", num_tokens), H200, ("auto", None), False)
     assert (how.rows, how.gate_up.tensor_map) == (rows, is_mapped)
-    how = replace(how, gate_up=replace(how.gate_up, columns=256, warps=8))
     sizes = problems.Sizes(how.block + 9, 256, 160 if is_mapped else 256, 3, 2)
     weights = problems.weights(sizes, Activation(), torch.float32).quantize(FORMAT, input_format="fp8-e4m3")
     routing, x = problems.routing(sizes, kind="random"), torch.randn(sizes.num_tokens, 256).bfloat16()
-    alone = replace(how, gate_up=replace(how.gate_up, columns=128, warps=4))
     y = launch(x, routing, weights, how)
-    assert bit_equal(y, launch(x, routing, weights, alone))
+    check(y, x, routing, weights)
     pointers = replace(how, gate_up=replace(how.gate_up, tensor_map=False), down=replace(how.down, tensor_map=False))
     assert bit_equal(y, launch(x, routing, weights, pointers))
-    found = too_far(y.float(), reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
-    assert found is None, found

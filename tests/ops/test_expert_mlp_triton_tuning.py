@@ -237,6 +237,14 @@ def test_few_rows_of_sixteen_bits_meet_bytes_in_the_older_instruction_of_hopper(
         assert line.split()[line.split().index("spills") + 1] == "0", line
 
 
+def test_packed_weights_are_copied_sixteen_bytes_at_a_time():
+    """Around the first cache, where steps end with rows; scales of e8m0 four at a time. K is 2048 and 768."""
+    lines = [line for line in said("sm_80", "sm_90", "mxfp4", "int8", "16") if "gate_up" in line or "down_" in line]
+    assert len(lines) == 8
+    for line in lines:
+        assert line.split()[line.split().index("copies") + 1] == ("4,16" if "mxfp4" in line else "16"), line
+
+
 def test_rows_of_eight_bits_reach_the_tensor_cores_of_hopper():
     lines = said("sm_90", "fp8-e4m3-b128/fp8-e4m3", "int8/int8", "4096")
     assert sum("round_rows_kernel" in line for line in lines) == 2

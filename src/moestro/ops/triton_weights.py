@@ -362,7 +362,7 @@ def _codes(w, begins, rows, k0, K, BK: tl.constexpr, PER_ITEM: tl.constexpr):
     items = k0 // PER_ITEM + tl.arange(0, BK // PER_ITEM)
     if WHOLE:
         inside = True
-    elif w.unit > 16:
+    elif w.unit > 16:  # and K no 1, which Triton makes a compile-time value that takes no hint
         inside = (items < tl.multiple_of(K // PER_ITEM, w.unit // PER_ITEM))[None, :]
     else:
         inside = (items < K // PER_ITEM)[None, :]

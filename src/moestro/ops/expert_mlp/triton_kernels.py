@@ -14,7 +14,6 @@ import triton.language as tl
 
 from moestro.ops.triton_kernels import tanh
 from moestro.ops.triton_nibbles import INTERPRETED
-from moestro.ops.triton_rows import round_blocks
 from moestro.ops.triton_weights import (
     add_product,
     add_rounded_product,
@@ -276,7 +275,7 @@ def height(rows, block):
 
 @triton.jit
 def gate_up_tile(
-    x, x_stride, rows, w, map, bias, bias_stride, out, out_scales, block, column, H, I, scales,
+    x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -287,13 +286,13 @@ def gate_up_tile(
         if height(rows, block) <= BM // 2:
             LEFT: tl.constexpr = SWAP or (w.warpgroups and BM < 128)
             gate_up_tile(
-                x, x_stride, rows, w, map, bias, bias_stride, out, out_scales, block, column, H, I, scales,
+                x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
                 BLOCK, BM // 2, BN, BK, LEFT, DTYPE, WEIGHTED, TAILS - 1, KIND, GATED, INTERLEAVED, ALPHA, LIMIT,
                 UP_OFFSET,
             )  # fmt: skip
         else:
             gate_up_tile(
-                x, x_stride, rows, w, map, bias, bias_stride, out, out_scales, block, column, H, I, scales,
+                x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
                 BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, 0, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
             )  # fmt: skip
     else:
@@ -313,34 +312,26 @@ def gate_up_tile(
                 acc, bias, bias_stride, expert, first, I, BM, BN, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET
             )
             outputs, places = first + tl.arange(0, WIDTH), start + tl.arange(0, BM)
-            inside = (outputs < I)[None, :]
-            if out_scales is None:
-                h = round_to(h, out.dtype.element_ty)
-            else:
-                h, scale = round_blocks(tl.where(inside, h, 0.0), tl.float8e4nv == DTYPE)
-                tl.store(out_scales + places * tl.cdiv(I, WIDTH) + column, scale, mask=live)
-            tl.store(out + places[:, None] * I + outputs[None, :], h, mask=live[:, None] & inside)
+            h = round_to(h, out.dtype.element_ty)
+            tl.store(out + places[:, None] * I + outputs[None, :], h, mask=live[:, None] & (outputs < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
-    x, x_stride, rows, w, map, bias, bias_stride, out, out_scales, num_pairs, H, I, scales,
+    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out [T * K, I]: what stands between the two products, of every row in the order of blocks.
-
-    With `out_scales` as codes, and a scale for what a tile has of each row: the inputs of down.
-    """
+    """out [T * K, I]: what stands between the two products, of every row in the order of blocks."""
     blocks = num_blocks(rows, num_pairs)
     tiles = tl.cdiv(I, BN // 2 if GATED else BN)
     index = tl.program_id(0)
     if index < blocks * tiles:
         block, column = tile_at(index, blocks, tiles, GROUP)
         gate_up_tile(
-            x, x_stride, rows, w, map, bias, bias_stride, out, out_scales, block, column, H, I, scales,
+            x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
             BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, TAILS, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
         )  # fmt: skip
 

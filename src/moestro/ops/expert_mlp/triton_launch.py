@@ -1,8 +1,8 @@
 """The launches of expert_mlp.
 
 The order of rows (none where every pair is a block of its own, two launches for many), gate_up with the activation,
-down with the routing weights, and the sum over slots; before each product one more where rows are rounded, unless
-gate_up rounds what it gives to down. Nothing is read back on the host."""
+down with the routing weights, and the sum over slots; before each product one more where rows are rounded.
+Nothing is read back on the host."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
     (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
     num_experts, blocks, spaces, sort = weights.num_experts, num_pairs, [], None
     roundings = _roundings(weights)
-    is_whole = _rounds_whole_blocks(weights, how)
-    spaces.append((0 if is_whole else num_pairs * inner, torch.float32 if roundings else dtype))
+    spaces.append((num_pairs * inner, torch.float32 if roundings else dtype))
     spaces.append(_pieces(x, routing, how))
     if how.ordered:
         sizes = grouping.sizes(num_pairs, num_experts, how.block)
@@ -112,7 +111,7 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
     roundings = roundings if inner else ()
     for rounding, rows in zip(roundings, (num_tokens, num_pairs), strict=False):
         spaces += rounding.sizes(rows)
-    rounds = [None if is_whole and i else of.launch for i, of in enumerate(roundings)]
+    rounds = [rounding.launch for rounding in roundings]
     outputs = -(-weights.gate_up.shape[1] // how.gate_up.columns), -(-hidden // how.down.columns) * how.splits
     tiles = (blocks * columns for columns in outputs)
     return Work(
@@ -164,22 +163,13 @@ def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, ...]:
     )
 
 
-def _rounds_whole_blocks(weights: ExpertWeights, how: Plan) -> bool:
-    """Whether a tile of gate_up gives a block of columns that share a scale as inputs of down: it then rounds them."""
-    halves, scaling = 2 if weights.activation.gated else 1, weights.down.format.scaling
-    if weights.input_format == "float" or scaling is None:
-        return False
-    return halves * scaling.columns == how.gate_up.columns
-
-
 def _tile(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
     sizes = {"BN": tile.columns, "BK": tile.depth, "GROUP": tile.group}
     return {**sizes, "SWAP": tile.swap, "DTYPE": DTYPES[dtype]}
 
 
 def _resources(tile: Tile) -> dict[str, int]:
-    limit = {"maxnreg": tile.registers} if tile.registers else {}
-    return {"num_warps": tile.warps, "num_stages": tile.stages, **limit}
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _projection_arguments(

@@ -28,7 +28,7 @@ _RESERVED = 1024
 _EXCHANGED = 2 << 10
 """Bytes of it beside what is loaded, at most: largest numbers that warps tell each other, and the state of copies."""
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 256
-"""Of a multiprocessor, and of a thread of a tile that names no limit."""
+"""Of a multiprocessor, and of a thread where a tile does not say."""
 
 IN_FLIGHT = 48 << 10
 """Bytes of weights that a multiprocessor is to have asked for at once where reading them is what takes the time."""
@@ -98,7 +98,7 @@ class Tile:
         swap: weights are the left operand.
         group: blocks that meet one column of weights before the next does.
         tensor_map: weights come through a tensor map (the hardware copies boxes) where they lie so that they can.
-        registers: of a thread at most, which says how many programs run at once; 0 for as many as the compiler takes.
+        registers: of a thread, as it was compiled, which say how many programs run at once; 0 where that is not known.
     """
 
     columns: int

@@ -35,7 +35,7 @@ class Work:
         x_stride: from row to row of x.
         block: rows of a block; 0 where pairs are not ordered.
         launches: gate_up, down and the sum over slots, then those that order rows and round them before each product;
-            None for the one that orders them where it takes two, and for what is not done or is part of gate_up.
+            None for the one that orders them where it takes two, or is not done.
         programs: of the first three.
         gate_up, down: the arguments of these two that describe weights.
         roundings: how the rows that meet gate_up and down are inputs; empty where they are floats.
@@ -76,11 +76,9 @@ class Work:
             left, scales, right, right_scales = more[-4:]
             self._round(0, x, stride, (left, scales))
             stride = self.roundings[0].size
-        alone = len(self.roundings) > 1 and self.launches[5] is not None
-        to = (h, None) if alone else (right, right_scales)
         if inner:
-            gate_up(self.programs[0], left, stride, rows, *self.gate_up, *to, *self.sizes, scales)
-        if alone:
+            gate_up(self.programs[0], left, stride, rows, *self.gate_up, h, *self.sizes, scales)
+        if self.roundings:
             self._round(1, h, inner, (right, right_scales))
         down(self.programs[1], right, rows, *self.down, pieces, *self.sizes, right_scales)
 
@@ -114,8 +112,7 @@ class Work:
             uses += [KernelUse("order rows", "count_kernel, place_kernel", 2, num_pairs)]
         inputs = [
             KernelUse("round inputs", "round_rows_kernel", rows * rounding.parts, rows)
-            for rows, rounding, launch in zip((num_tokens, num_pairs), self.roundings, self.launches[4:], strict=False)
-            if launch is not None
+            for rows, rounding in zip((num_tokens, num_pairs), self.roundings, strict=False)
         ]
         first, last, add = self.programs
         uses += inputs[:1]
