@@ -262,7 +262,8 @@ PRESETS = {
 def unchecked(cls: type[_T], **values: Any) -> _T:
     """A frozen value without the checks of its constructor; fields that are not named keep their defaults."""
     made = object.__new__(cls)
-    made.__dict__.update(values)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)  # which torch.compile follows from PyTorch 2.11 on
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -43,7 +43,7 @@ class ExpertWeights:
     down: StoredExperts
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    activation: Activation = SWIGLU
+    activation: Activation = field(default_factory=Activation)
     output_norm: OutputNorm | None = None
     input_format: InputFormat = "float"
 

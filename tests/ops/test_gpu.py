@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 
 import moestro
 from moestro.ops import gpu
+from moestro.ops.tensors import TRACED
 
 pytest.importorskip("triton")
 
@@ -62,6 +64,12 @@ def test_what_is_recorded_or_watched_is_refused(triton_device: torch.device) -> 
         assert gpu.unreadable(x.clone().requires_grad_()) is None
     negated = torch._neg_view(x)
     assert "negative" in (gpu.unreadable(negated) or "")
+
+
+def test_a_tracer_is_told_that_it_is_one_and_follows_no_import(monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "unusable", lambda device: importlib.import_module("triton"))
+    compiled = torch.compile(lambda x: x + (gpu.unreadable(x) == TRACED), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +125,6 @@ def test_two_streams_compute_what_one_does():
     layer = moestro.MoE(moestro.TopKRouter(64, 4, 2), moestro.Experts(4, 64, 48), moestro.SharedExperts(64, 32)).cuda()
     x = torch.randn(512, 64, device="cuda")
     with torch.no_grad():
-        expected = layer._routed(x, layer.route(x), layer.experts) + layer.shared_experts(x)
+        expected = layer.experts(x, layer.route(x)) + layer.shared_experts(x)
         for _ in range(20):
             assert torch.equal(layer(x), expected)

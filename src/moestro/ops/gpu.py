@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moestro import settings
-from moestro.ops.tensors import no_gradient, no_memory
+from moestro.ops.tensors import TRACED, no_gradient, no_memory
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: the first with bfloat16 and asynchronous copies."""
@@ -76,6 +76,8 @@ def unusable(device: torch.device) -> str | None:
 
 def unreadable(*tensors: Tensor) -> str | None:
     """Why kernels cannot read these tensors where they lie; None if they can."""
+    if torch.compiler.is_compiling():  # a tracer follows no import of Triton
+        return TRACED
     for tensor in tensors:
         reason = unusable(tensor.device)
         if reason is not None:

@@ -6,7 +6,6 @@ What it chooses is what plain PyTorch does, up to ties of scores that round to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -27,6 +26,12 @@ _NO_GROUPS = (1, 1, 1, 0.0)
 _Groups = tuple[int, int, int, float]
 
 
+def _limits(groups: GroupLimit | None) -> tuple[int, int, int, float]:
+    if groups is None or groups.num_groups == 1:
+        return _NO_GROUPS
+    return groups.num_groups, groups.top_groups, groups.best, groups.excluded
+
+
 def prepare(
     plain: Callable[..., Routing],
     logits: Tensor,
@@ -39,7 +44,7 @@ def prepare(
 
     In the interpreter, where nothing is asserted, `plain` says what is wrong with values.
     """
-    limits = _NO_GROUPS if groups is None or groups.num_groups == 1 else astuple(groups)
+    limits = _limits(groups)
     reason = why_unsupported(logits, top_k, scoring, correction, limits)
     if reason is not None:
         return reason
