@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moestro.formats import PackedTensor, StoredExperts, dequantize, floats, integers
-from moestro.formats.elements import E4M3_LARGEST, round_e4m3
+from moestro.formats.elements import E4M3_LARGEST, divided, round_e4m3
 from moestro.types import EMPTY, Activation, InputFormat, Routing
 from moestro.weights import ExpertWeights
 
@@ -60,7 +60,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     if x.shape[1] == 0:
         return x, x.new_zeros(x.shape[0], 1)
-    s = x.abs().amax(1, keepdim=True) / 127
+    s = divided(x.abs().amax(1, keepdim=True), 127)
     usable = (s > 0) & torch.isfinite(s)
     q = torch.where(usable, (x / s).round().clamp(-127, 127), 0)
     return q, torch.where(torch.isfinite(s), s, torch.nan)
@@ -77,7 +77,7 @@ def round_rows_e4m3(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         return x.float(), x.new_zeros(x.shape[0], 1, dtype=torch.float32)
     values, scales = [], []
     for part in torch.split(x.float(), columns, dim=1):
-        s = part.abs().amax(1, keepdim=True) / E4M3_LARGEST
+        s = divided(part.abs().amax(1, keepdim=True), E4M3_LARGEST)
         usable = (s > 0) & torch.isfinite(s)
         values.append(torch.where(usable, round_e4m3(torch.where(usable, part / s, 0.0)), 0.0))
         scales.append(torch.where(torch.isfinite(s), s, torch.nan))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moestro.formats.elements import decode_e4m3, decode_e8m0
+from moestro.formats.elements import decode_e4m3, decode_e8m0, divided
 
 LEAST_FLOAT32 = 2.0**-126
 """The smallest float32 that no processor flushes to zero."""
@@ -75,13 +75,13 @@ class Codec:
 
 def float32_steps(extent: Tensor, largest: float) -> Steps:
     """Scales extent / largest as float32, no smaller than its least normal number; largest times one is finite."""
-    scales = (extent / largest).clamp_(min=LEAST_FLOAT32)
+    scales = divided(extent, largest).clamp_(min=LEAST_FLOAT32)
     return as_steps(torch.where((scales * largest).isinf(), torch.nextafter(scales, scales.new_zeros(())), scales))
 
 
 def float16_steps(extent: Tensor, largest: float) -> Steps:
     """Scales extent / largest rounded up to float16, so that no block saturates; infinity beyond its range."""
-    exact = (extent / largest).clamp_(min=LEAST_FLOAT16)
+    exact = divided(extent, largest).clamp_(min=LEAST_FLOAT16)
     scales = exact.to(torch.float16)
     return as_steps((scales.view(torch.int16) + (scales.to(torch.float32) < exact)).view(torch.float16))
 
