@@ -20,14 +20,15 @@ from tolerances import assert_close
 
 from . import problems
 from .engines import stored_weights
-from .stored import apart, sizes_for
+from .stored import apart, moved, sizes_for
 
 FORMATS = ("fp8-e4m3-tensor", "fp8-e4m3-channel", "fp8-e4m3-b128")
 
 
 def layer(name: str, kind: str = "random", weight_on: str = "output"):
     sizes = sizes_for(name)
-    weights = replace(stored_weights(name, sizes, GPT_OSS_SWIGLU), input_format="fp8-e4m3")
+    stored = moved(stored_weights(name, sizes, GPT_OSS_SWIGLU), torch.get_default_device())
+    weights = replace(stored, input_format="fp8-e4m3")
     return (
         torch.randn(sizes.num_tokens, sizes.hidden_size),
         problems.routing(sizes, kind=kind, weight_on=weight_on),
@@ -111,11 +112,11 @@ def device(triton_device: torch.device):
 def test_triton_rounds_rows_as_defined(device, name):
     to = "int8" if name == "int8" else "fp8-e4m3"
     columns = moestro.formats.FORMATS[name].scaling.columns
-    rounding = importlib.import_module("moestro.ops.triton_rows").Rounding(to, 1100, columns)
     x = torch.randn(9, 1100) * torch.logspace(-30, 37, 9)[:, None]
     x[3] = 0.0
     x[4, 7], x[5, 1000], x[6, 3] = torch.inf, torch.nan, -torch.inf
     for rows in (x, x.to(torch.bfloat16), x[:, ::1][:7]):
+        rounding = importlib.import_module("moestro.ops.triton_rows").Rounding(to, 1100, columns, rows)
         codes, scales = (rows.new_empty(n, dtype=dtype).view(len(rows), -1) for n, dtype in rounding.sizes(len(rows)))
         numbers = rounding.size, rounding.count, rounding.parts
         rounding.launch(len(rows) * rounding.parts, rows, rows.stride(0), codes, scales, *numbers)
