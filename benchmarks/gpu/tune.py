@@ -184,8 +184,9 @@ def neighbours(plan: Plan, problem: Problem, device: Device) -> Iterator[Plan]:
     steps: list[Plan] = []
     if plan.ordered:
         rows = [r for r in (plan.rows // 2, plan.rows * 2) if triton_tuning.LEAST_ROWS <= r <= triton_tuning.MOST_ROWS]
-        steps += [replace(plan, rows=r, block=r, tails=triton_tuning.tails(r)) for r in rows]
-        steps += [replace(plan, tails=n) for n in range(3) if triton_tuning.tails(plan.rows) and n != plan.tails]
+        steps += [replace(plan, rows=r, block=r, tails=triton_tuning.tails(r, device)) for r in rows]
+        halved = triton_tuning.tails(plan.rows, device) > 0
+        steps += [replace(plan, tails=n) for n in range(3) if halved and n != plan.tails]
     for name in ("gate_up", "down"):
         steps += [replace(plan, **{name: tile}) for tile in _tiles(getattr(plan, name))]  # type: ignore[arg-type]
     if plan.wide:

@@ -212,6 +212,24 @@ def test_weights_through_tensor_maps(activation):
             assert bit_equal(check(x, routing, layer, how), check(x, routing, layer, replace(SMALL, down=how.down)))
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g32", "int4-g32-zp", "fp4-g64"])
+@pytest.mark.parametrize("swap", [True, False])
+def test_nibbles_through_tensor_maps(name, swap):
+    """H and I that end within a step, and rows of down that end within a tile; the same bits as by pointers."""
+    from moestro.ops.expert_mlp.triton_launch import tensor_map
+
+    tile = replace(TILE, depth=128, swap=swap)
+    mapped = replace(tile, tensor_map=True)
+    for activation in (problems.ACTIVATIONS[0], problems.ACTIVATIONS[1], problems.ACTIVATIONS[2]):
+        sizes = problems.Sizes(5, 192, 320, 3, 2)
+        weights = problems.weights(sizes, activation, torch.float32, bias=True).quantize(name)
+        x, routing = torch.randn(5, 192).bfloat16(), problems.routing(sizes)
+        for stored, of in ((weights.gate_up, activation), (weights.down, None)):
+            assert tensor_map(stored, mapped, torch.bfloat16, of) is not None
+        ways = [replace(SMALL, gate_up=way, down=way) for way in (mapped, tile)]
+        assert bit_equal(check(x, routing, weights, ways[0]), check(x, routing, weights, ways[1]))
+
+
 def test_weights_that_tensor_maps_cannot_describe_go_by_pointers():
     from moestro.ops.expert_mlp.triton_launch import tensor_map
 

@@ -140,15 +140,16 @@ def test_low_tiles_for_the_last_rows_of_experts_raise_what_padding_leaves(layer,
     chosen = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
     counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
     how = choose(problem(layer, num_tokens))
-    assert (how.rows, how.tails) == (128, 2)
+    assert (how.rows, how.tails) == (128, 1)
     ways = [replace(how, tails=tails) for tails in range(3)]
     shares = [sum(counts) / sum(computed(n, way) for n in counts) for way in ways]
     assert shares == pytest.approx(CEILINGS[layer, num_tokens], abs=0.006)
 
 
 def test_only_the_highest_tiles_are_halved():
-    assert [tuning.tails(rows) for rows in (16, 32, 64, 128)] == [0, 0, 0, 2]
-    assert "blocks of few rows in tiles of 64 and 32" in str(choose(problem("qwen3", 4096)))
+    for part, often in ((H200, 1), (A100, 2)):
+        assert [tuning.tails(rows, part) for rows in (16, 32, 64, 128)] == [0, 0, 0, often]
+    assert str(choose(problem("qwen3", 4096))).endswith("blocks of few rows in tiles of 64")
     for how in (choose(problem("qwen3", 64)), choose(problem("qwen3", 4096), invariant=True)):
         assert how.tails == 0
         assert "few rows in tiles" not in str(how)
@@ -246,9 +247,14 @@ def test_packed_weights_are_copied_sixteen_bytes_at_a_time():
 
 
 def test_rows_of_eight_bits_reach_the_tensor_cores_of_hopper():
-    lines = said("sm_90", "fp8-e4m3-b128/fp8-e4m3", "int8/int8", "4096")
-    assert sum("round_rows_kernel" in line for line in lines) == 2
+    """Those with a scale a row in tiles that spill a little were the fastest that were timed: docs/log.md."""
+    most = {"fp8-e4m3-b128/fp8-e4m3": 0, "fp8-e4m3-channel/fp8-e4m3": 64, "int8/int8": 64}
+    lines = said("sm_90", *most, "4096")
+    assert sum("round_rows_kernel" in line for line in lines) == 3
     for line in lines:
         if "gate_up" in line or "down_" in line:
             assert line.endswith("wgmma"), line
-            assert line.split()[line.split().index("spills") + 1] == "0", line
+            form, spills = (
+                line.split()[line.split().index(word) + by] for word, by in (("bfloat16", 1), ("spills", 1))
+            )
+            assert int(spills) <= most[form], line

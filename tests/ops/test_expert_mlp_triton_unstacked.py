@@ -11,6 +11,7 @@ from moestro import Activation, ExpertWeights, Routing, reference
 from moestro.formats import SplitTensor, dense, quantize
 from moestro.ops import expert_mlp, gpu
 from moestro.ops.expert_mlp.triton_tuning import Tile
+from moestro.tolerances import LOW_PRECISION_INPUT, too_far
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
 
@@ -82,7 +83,10 @@ def test_halves_with_scales_and_factors_of_their_own(name):
 def test_rows_of_eight_bits(name):
     x, routing, weights = halves(name)
     weights = replace(weights, input_format="fp8-e4m3")
-    assert_close(expert_mlp.run(x, routing, weights), reference.expert_mlp(x, routing, weights), torch.float32)
+    # An activation whose last bit differs can round to another code.
+    y = expert_mlp.run(x, routing, weights)
+    found = too_far(y, reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
+    assert found is None, found
 
 
 def test_matrices_of_any_one_set_of_strides():

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moestro.formats import PackedTensor
-from moestro.ops import triton_weights
+from moestro.ops import triton_stored
 from moestro.ops.expert_mlp import triton_kernels
 from moestro.ops.expert_mlp.triton_kernels import product
 
@@ -34,7 +34,7 @@ def times(x: Tensor, stored: PackedTensor, expert: int, depth: int, swap: bool =
     wide = torch.promote_types(x.dtype, stored.data.dtype) if stored.format.is_dense else x.dtype
     experts = torch.tensor([expert], dtype=torch.int32, device=x.device)
     kernel[(triton.cdiv(t, 16), triton.cdiv(n, 32))](
-        x, triton_weights.describe(stored), y, experts, t, n, k,
+        x, triton_stored.describe(stored), y, experts, t, n, k,
         BM=16, BN=32, BK=depth, SWAP=swap, DTYPE=triton_kernels.DTYPES[wide],
     )  # fmt: skip
     return y

@@ -1,4 +1,4 @@
-"""Stored experts in Triton's kernels: described on the host as one argument, decoded in registers a tile at a time.
+"""Stored experts in Triton's kernels, one argument made by `triton_stored`, decoded in registers a tile at a time.
 
 A tile is [BN, BK]: BN rows of one expert's matrix [N, K], BK of its columns. What it is multiplied by are rows x
 [BM, BK]. Where a scale is applied is decided by what it costs and what it rounds:
@@ -14,155 +14,14 @@ row of up to 16 bytes; `add_product` brings those of x into the same.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from moestro.formats import SplitTensor, StoredExperts
-from moestro.ops import gpu
 from moestro.ops.triton_bytes import bytes_as
 from moestro.ops.triton_nibbles import INTERPRETED, nibbles
 
-_SCALES = {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
-
-_WIDEST = 16
-"""Items: no hint on addresses says more to the compiler."""
-
-_LONGEST = 256
-"""Columns: no step has more, one that a search tries neither."""
-
 # How far e2m1's tiles in bfloat16 fall short, so that their largest scale, a factor of 2 ** 126 included, is finite.
 _SHORT = tl.constexpr(2.0**-24)
-
-
-class Weights(NamedTuple):
-    """The experts of a projection as one argument of a kernel; what the format lacks is None.
-
-    Attributes:
-        data, scales, zeros, factors: the tensors of `PackedTensor`; nibbles as int16, 8-bit floats as uint8. Of
-            unstacked experts, those of the first matrix.
-        data_strides, scale_strides, zero_strides: of experts, rows and columns, in items.
-        factor_stride: of experts.
-        table: int64 [4, E, parts], how far each matrix's data, scales, zeros and factors lie from the first one's, in
-            items; None for a stack.
-        num_experts: E.
-        height: rows of a matrix where an expert has two, one above the other.
-        parts: matrices of an expert.
-        data_unit, scale_unit: of what all entries for data are multiples, and all for scales and zero points.
-        num_rows: N.
-        by_rows: whether the items of a row follow one another in memory.
-        element: "dense", or that of the format.
-        scale: how scales are stored: "none", "float", "e8m0" or "e4m3".
-        rows, columns: weights of a block that share a scale; 0 for all.
-        converts: whether the processor converts e4m3.
-        warpgroups: whether its tensor cores are those of Hopper.
-        pairs: whether tiles lie in blocks of rows: every other row of a tile in the same one.
-        step: of what the row strides of scales and zero points are multiples. Triton asks for 16 only, and loads what a
-            thread holds of a row one by one where it knows of no other.
-        unit: of what the number of columns is a multiple, 256 at most. Triton knows of 16 only. A mask might then
-            change after 16 weights, which for those of four bits allows loads of 8 bytes; these go through the first
-            cache.
-    """
-
-    data: Any
-    scales: Any
-    zeros: Any
-    factors: Any
-    data_strides: Any
-    scale_strides: Any
-    zero_strides: Any
-    factor_stride: Any
-    table: Any
-    num_experts: Any
-    height: Any
-    parts: Any
-    data_unit: Any
-    scale_unit: Any
-    num_rows: Any
-    by_rows: Any
-    element: Any
-    scale: Any
-    rows: Any
-    columns: Any
-    converts: Any
-    warpgroups: Any
-    pairs: Any
-    step: Any
-    unit: Any
-
-
-def describe(stored: StoredExperts) -> Weights:
-    """What a kernel takes for experts [E, N, K] that the engine reads. Nothing is copied but addresses."""
-    form = stored.format
-    first = stored.matrices[0][0] if isinstance(stored, SplitTensor) else stored
-    scales, factors = first.scales, first.global_scales
-    scaling, capability = form.scaling, gpu.device_of(first.data).capability
-    data = first.data.view(torch.int16) if form.per_item == 2 else _bytes(first.data)
-    table, parts = (_table(stored), len(stored.matrices[0])) if isinstance(stored, SplitTensor) else (None, 1)
-    return Weights(
-        data=data,
-        scales=None if scales is None else _bytes(scales),
-        zeros=first.zeros,
-        factors=factors,
-        data_strides=_strides(data),
-        scale_strides=None if scales is None else _strides(scales),
-        zero_strides=None if first.zeros is None else _strides(first.zeros),
-        factor_stride=None if factors is None or table is not None else factors.stride(0),
-        table=None if table is None else torch.tensor(table, device=data.device),
-        num_experts=stored.shape[0],
-        height=stored.shape[1] // parts,
-        parts=tl.constexpr(parts),
-        data_unit=tl.constexpr(_unit_of([] if table is None else table[:1])),
-        scale_unit=tl.constexpr(_unit_of([] if table is None else table[1:3])),
-        num_rows=stored.shape[1],
-        by_rows=tl.constexpr(data.stride(-1) == 1),
-        element=tl.constexpr("dense" if form.is_dense else form.element),
-        scale=tl.constexpr("none" if scales is None else _SCALES.get(scales.dtype, "float")),
-        rows=tl.constexpr(0 if scaling is None else scaling.rows),
-        columns=tl.constexpr(0 if scaling is None else scaling.columns),
-        converts=tl.constexpr(capability >= (8, 9)),
-        warpgroups=tl.constexpr(capability[0] == 9),
-        step=tl.constexpr(_row_unit(scales, first.zeros)),
-        unit=tl.constexpr(math.gcd(_LONGEST, stored.num_columns)),
-        pairs=tl.constexpr(
-            parts == 1 and scaling is not None and scaling.rows > 1 and stored.shape[1] % (2 * scaling.rows) == 0
-        ),
-    )
-
-
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """Of experts, rows and columns; 0 of experts where there is one matrix."""
-    return (0,) * (3 - t.dim()) + t.stride()
-
-
-def _row_unit(*tensors: Tensor | None) -> int:
-    return math.gcd(_WIDEST, *[t.stride(-2) for t in tensors if t is not None])
-
-
-def _unit_of(entries: list[list[list[int]]]) -> int:
-    return math.gcd(_WIDEST, *[n for kind in entries for of in kind for n in of])
-
-
-def _table(stored: SplitTensor) -> list[list[list[int]]]:
-    """`Weights.table` of unstacked experts; 0 for what the format lacks."""
-    first = stored.matrices[0][0]
-
-    def far(name: str) -> list[list[int]]:
-        base: Tensor | None = getattr(first, name)
-        if base is None:
-            return [[0] * len(parts) for parts in stored.matrices]
-        size = 2 if name == "data" and stored.format.per_item == 2 else base.element_size()
-        return [[(getattr(m, name).data_ptr() - base.data_ptr()) // size for m in parts] for parts in stored.matrices]
-
-    return [far(name) for name in ("data", "scales", "zeros", "global_scales")]
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else t
 
 
 @triton.jit
@@ -230,24 +89,38 @@ def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, m
     0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `begins` and `meta` what `begin` and `step_meta`
     gave for them. WGMMA says which instruction multiplies: `_reordered`.
     """
+    return decoded(_codes(w, begins, rows, k0, K, BK, DTYPE), w, BK, DTYPE, meta, WGMMA)
+
+
+@triton.jit
+def decoded(codes, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr):
+    """`weight_tile` of items as they were loaded."""
     if w.element == "dense":
-        return round_to(_codes(w, begins, rows, k0, K, BK, 1), DTYPE)
+        return round_to(codes, DTYPE)
     elif tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
-        return as_stored(_codes(w, begins, rows, k0, K, BK, 1), DTYPE)
+        return as_stored(codes, DTYPE)
     elif w.element == "e4m3" or w.element == "int8":
-        return _bytes_to(_codes(w, begins, rows, k0, K, BK, 1), w.element, w.converts, DTYPE)
+        return _bytes_to(codes, w.element, w.converts, DTYPE)
     else:
-        words = _codes(w, begins, rows, k0, K, BK, 4)
-        return _nibble_tile(words, w, BK, DTYPE, meta, WGMMA)
+        return _nibble_tile(codes, w, BK, DTYPE, meta, WGMMA)
+
+
+@triton.jit
+def typed(pointers, DTYPE: tl.constexpr):
+    """Pointers to bytes as those to what tensor cores multiply, who read it where loads put it; others as they are."""
+    if INTERPRETED or not (tl.float8e4nv == DTYPE or tl.int8 == DTYPE):
+        return pointers
+    else:
+        return pointers.to(tl.pointer_type(DTYPE), bitcast=True)
 
 
 @triton.jit
 def as_stored(codes, DTYPE: tl.constexpr):
-    """Bytes of e4m3 or int8 as what tensor cores multiply."""
+    """What was loaded through `typed` pointers as what tensor cores multiply."""
     if INTERPRETED:
         return _bytes_to(codes, "int8" if tl.int8 == DTYPE else "e4m3", False, tl.float32)
     else:
-        return codes.to(DTYPE, bitcast=True)
+        return codes
 
 
 @triton.jit
@@ -258,14 +131,16 @@ def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
     Tensor cores of Hopper add products of 8-bit floats in fewer bits than float32 has.
     """
     NUMBER: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
-    part = tl.zeros(acc.shape, NUMBER)
+    WHOLE: tl.constexpr = w.columns == 0
+    part = acc if WHOLE else tl.zeros(acc.shape, NUMBER)
     if SWAP:
-        part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
+        part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER)
     else:
-        part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER).to(tl.float32)
-    if w.columns == 0:
-        return acc + part
+        part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER)
+    if WHOLE:
+        return part
     else:
+        part = part.to(tl.float32)
         scale = _of_rows(_scale_value(meta[0], w.scale, w.converts), tile.shape[0])
         part = part * (row_scales[None, :] if SWAP else row_scales[:, None])
         return acc + part * (scale[:, None] if SWAP else scale[None, :])
@@ -356,9 +231,11 @@ def _addresses(w, base, strides, start, down, across, STEP: tl.constexpr):
 
 
 @triton.jit
-def _codes(w, begins, rows, k0, K, BK: tl.constexpr, PER_ITEM: tl.constexpr):
-    """Columns k0 to k0 + BK of the rows as stored, PER_ITEM in an item; 0 beyond the matrix's columns."""
+def _codes(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns k0 to k0 + BK of the rows as stored; 0 beyond the matrix's columns."""
+    PER_ITEM: tl.constexpr = w.per_item
     WHOLE: tl.constexpr = w.unit % BK == 0
+    ZERO: tl.constexpr = 0.0 if tl.float8e4nv == DTYPE and not INTERPRETED else 0
     items = k0 // PER_ITEM + tl.arange(0, BK // PER_ITEM)
     if WHOLE:
         inside = True
@@ -366,13 +243,14 @@ def _codes(w, begins, rows, k0, K, BK: tl.constexpr, PER_ITEM: tl.constexpr):
         inside = (items < tl.multiple_of(K // PER_ITEM, w.unit // PER_ITEM))[None, :]
     else:
         inside = (items < K // PER_ITEM)[None, :]
+    data = typed(w.data, DTYPE)
     if w.by_rows:
-        at = _addresses(w, w.data, w.data_strides, begins[0], _own(w, rows), items, None)
-        return tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
+        at = _addresses(w, data, w.data_strides, begins[0], _own(w, rows), items, None)
+        return tl.load(at) if WHOLE else tl.load(at, mask=inside, other=ZERO)
     else:
         down = rows if w.parts == 1 else _own(w, rows)
-        at = _addresses(w, w.data, w.data_strides, begins[0], down, items.to(tl.int64), None)
-        return tl.load(at, mask=((rows >= 0) & (rows < w.num_rows))[:, None] & inside, other=0)
+        at = _addresses(w, data, w.data_strides, begins[0], down, items.to(tl.int64), None)
+        return tl.load(at, mask=((rows >= 0) & (rows < w.num_rows))[:, None] & inside, other=ZERO)
 
 
 @triton.jit

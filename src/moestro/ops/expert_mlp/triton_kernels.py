@@ -19,9 +19,11 @@ from moestro.ops.triton_weights import (
     add_rounded_product,
     as_stored,
     begin,
+    decoded,
     finish,
     round_to,
     step_meta,
+    typed,
     weight_tile,
 )
 
@@ -111,20 +113,21 @@ def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, WHOLE
     """
     columns = k0 + tl.arange(0, BK)
     mask = live[:, None] if WHOLE else live[:, None] & (columns < K)[None, :]
-    x = tl.load(rows_at[:, None] + columns[None, :], mask=mask, other=0)
     if tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
+        ZERO: tl.constexpr = 0.0 if tl.float8e4nv == DTYPE and not INTERPRETED else 0
+        x = tl.load(typed(rows_at, DTYPE)[:, None] + columns[None, :], mask=mask, other=ZERO)
         return as_stored(x, DTYPE)
     else:
-        return x.to(DTYPE)
+        return tl.load(rows_at[:, None] + columns[None, :], mask=mask, other=0).to(DTYPE)
 
 
 @triton.jit
-def zeros(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
+def zeros(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, NUMBER: tl.constexpr):
     """Sums of a tile, transposed where weights are the left operand."""
     if SWAP:
-        return tl.zeros((BN, BM), tl.float32)
+        return tl.zeros((BN, BM), NUMBER)
     else:
-        return tl.zeros((BM, BN), tl.float32)
+        return tl.zeros((BM, BN), NUMBER)
 
 
 @triton.jit
@@ -146,7 +149,8 @@ def product(
     Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
     were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
     """
-    acc = zeros(BM, BN, SWAP)
+    WHOLE_ROWS: tl.constexpr = tl.int8 == DTYPE and w.columns == 0 and not INTERPRETED
+    acc = zeros(BM, BN, SWAP, tl.int32 if WHOLE_ROWS else tl.float32)
     # Triton multiplies by Hopper's own instruction where the left operand has at least 64 rows.
     WGMMA: tl.constexpr = w.warpgroups and (BN if SWAP else BM) >= 64
     begins = begin(w, expert, columns)
@@ -156,9 +160,10 @@ def product(
         if map is None:
             tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta, WGMMA)
         else:
-            tile = map.load([expert, first, 0, k0]).reshape(BN, BK)
+            codes = map.load([expert, first, 0, k0 // w.per_item]).reshape(BN, BK // w.per_item)
             if INTERPRETED and scales is not None:
-                tile = as_stored(tile.to(tl.uint8, bitcast=True), DTYPE)
+                codes = codes.to(tl.uint8, bitcast=True)
+            tile = decoded(codes, w, BK, DTYPE, meta, WGMMA)
         if scales is None:
             acc = add_product(acc, x, tile, w, meta, SWAP, WGMMA)
         elif w.columns == 0:
@@ -167,7 +172,7 @@ def product(
             scales_at = scales + scale_rows * tl.cdiv(K, w.columns) + k0 // w.columns
             step_scales = tl.load(scales_at, mask=live, other=0.0)
             acc = add_rounded_product(acc, x, tile, w, meta, step_scales, SWAP)
-    acc = upright(finish(acc, w, expert, columns, SWAP, DTYPE), SWAP)
+    acc = upright(finish(acc.to(tl.float32), w, expert, columns, SWAP, DTYPE), SWAP)
     if scales is not None and w.columns == 0:
         acc = acc * tl.load(scales + scale_rows, mask=live, other=0.0)[:, None]
     return acc

@@ -17,12 +17,12 @@ from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops import gpu, triton_rows
 from moestro.ops.dispatch import InWaves
 from moestro.ops.expert_mlp.triton_kernels import DTYPES, down_kernel, gate_up_kernel, sum_slots_kernel
-from moestro.ops.expert_mlp.triton_maps import layout
+from moestro.ops.expert_mlp.triton_maps import items, layout
 from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_work import Work
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
-from moestro.ops.triton_weights import describe
+from moestro.ops.triton_stored import describe
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
 
@@ -101,7 +101,7 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
     ids, on_input = routing.expert_ids, routing.weight_on == "input"
     (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
     num_experts, blocks, spaces, sort = weights.num_experts, num_pairs, [], None
-    roundings = _roundings(weights)
+    roundings = _roundings(weights, x)
     spaces.append((num_pairs * inner, torch.float32 if roundings else dtype))
     spaces.append(_pieces(x, routing, how))
     if how.ordered:
@@ -153,11 +153,11 @@ def _sum_launch(x: Tensor, ids: Tensor, how: Plan) -> Launch:
     return Launch(sum_slots_kernel, {"TOP_K": ids.shape[1], "SPLITS": how.splits, "BN": columns}, {"num_warps": 4})
 
 
-def _roundings(weights: ExpertWeights) -> tuple[triton_rows.Rounding, ...]:
+def _roundings(weights: ExpertWeights, x: Tensor) -> tuple[triton_rows.Rounding, ...]:
     if weights.input_format == "float":
         return ()
     return tuple(
-        triton_rows.Rounding(weights.input_format, stored.num_columns, stored.format.scaling.columns)
+        triton_rows.Rounding(weights.input_format, stored.num_columns, stored.format.scaling.columns, x)
         for stored in (weights.gate_up, weights.down)
         if stored.format.scaling is not None
     )
@@ -186,4 +186,4 @@ def tensor_map(
 ) -> TensorDescriptor | None:
     """What the hardware copies tiles of weights by, as `triton_maps.layout` says; None where pointers must do."""
     found = layout(stored, tile, dtype, activation)
-    return None if found is None else TensorDescriptor(stored.data, *found)
+    return None if found is None else TensorDescriptor(items(stored), *found)

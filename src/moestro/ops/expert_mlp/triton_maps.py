@@ -1,4 +1,4 @@
-"""Tensor maps over dense weights, by which the hardware copies tiles of them; CUDA's driver is asked about each layout.
+"""Tensor maps over weights, by which the hardware copies tiles of them; CUDA's driver is asked about each layout.
 
 The map of concatenated gate and up has strides that do not grow from dimension to dimension. CUDA documents no such
 rule, but writes strides as if there were one, so that a driver may refuse the map. Imports no Triton.
@@ -20,7 +20,7 @@ from moestro.ops.gpu import ALIGNED
 from moestro.types import Activation
 from moestro.weights import ExpertWeights
 
-_CODES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_CODES = {torch.uint8: 0, torch.int16: 1, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """The driver's numbers for what is copied; 8-bit floats are bytes to it."""
 
 _SWIZZLES = {32: 1, 64: 2, 128: 3}
@@ -38,15 +38,19 @@ class Layout(NamedTuple):
 def layout(stored: PackedTensor, tile: Tile, dtype: torch.dtype, activation: Activation | None) -> Layout | None:
     """[experts, outputs, halves, columns] of weights in boxes [1, outputs, halves, depth]; None where they lie wrongly.
 
-    Either order of gate and up is a matter of strides; the rows of a box alternate between them. Boxes are not
-    converted: `dtype` is what rows are multiplied in. `activation` is that of gate_up, None for down.
+    Columns are those of `items`. Either order of gate and up is a matter of strides; the rows of a box alternate
+    between them. Boxes are not converted: weights are nibbles, or in `dtype`, what rows are multiplied in.
+    `activation` is that of gate_up, None for down.
     """
-    data = stored.data
+    data, depth = items(stored), tile.depth // _columns(stored)
     halves = 2 if activation is not None and activation.gated else 1
     expert, row, column = data.stride()
     aligned = data.data_ptr() % ALIGNED == 0 and all(s * data.element_size() % ALIGNED == 0 for s in (expert, row))
-    whole = data.shape[2] % tile.depth == 0 and data.numel() > 0  # a step past the last column is not to be copied
-    if not (tile.tensor_map and data.dtype == dtype and column == 1 and row > 0 and expert > 0 and aligned and whole):
+    packed = stored.format.per_item == 2
+    # Of weights that are not decoded a step past the last column is not to be copied.
+    whole = data.numel() > 0 and (data.shape[2] % depth == 0 or packed)
+    lies = column == 1 and row > 0 and expert > 0 and aligned and whole
+    if not (tile.tensor_map and (data.dtype == dtype or packed) and lies):
         return None
     outputs = data.shape[1] // halves
     apart = halves == 2 and activation is not None and not activation.interleaved
@@ -54,8 +58,18 @@ def layout(stored: PackedTensor, tile: Tile, dtype: torch.dtype, activation: Act
     return Layout(
         [data.shape[0], outputs, halves, data.shape[2]],
         [expert, *strides, 1],
-        [1, tile.columns // halves, halves, tile.depth],
+        [1, tile.columns // halves, halves, depth],
     )
+
+
+def items(stored: PackedTensor) -> Tensor:
+    """The weights as kernels load them: nibbles two bytes at a time."""
+    return stored.data.view(torch.int16) if stored.format.per_item == 2 else stored.data
+
+
+def _columns(stored: PackedTensor) -> int:
+    """In an item."""
+    return 4 if stored.format.per_item == 2 else 1
 
 
 def by_pointers(how: Plan, weights: ExpertWeights, dtype: torch.dtype) -> Plan:
@@ -69,7 +83,7 @@ def by_pointers(how: Plan, weights: ExpertWeights, dtype: torch.dtype) -> Plan:
             continue
         said: str | None = how.reason
         if isinstance(stored, PackedTensor) and (found := layout(stored, tile, dtype, activation)) is not None:
-            why = refusal(stored.data, found)
+            why = refusal(items(stored), found)
             said = None if why is None else f"{how.reason}; {name} by pointers, since {why}"
         if said is not None:
             how = replace(how, reason=said, **{name: replace(tile, tensor_map=False)})  # type: ignore[arg-type]

@@ -172,7 +172,7 @@ def choose(problem: Problem, device: Device, strategy: tuple[str, int | None], i
         made = replace(made, strategy=name)
     if invariant:
         return made
-    return _fill(made, problem, device) if rows < 64 else replace(made, tails=tails(rows), wide=False)
+    return _fill(made, problem, device) if rows < 64 else replace(made, tails=tails(rows, device), wide=False)
 
 
 def _stays_low(problem: Problem, device: Device) -> bool:
@@ -180,9 +180,11 @@ def _stays_low(problem: Problem, device: Device) -> bool:
     return problem.is_stepped and (device.capability[0] != 9 or problem.itemsize == 1)
 
 
-def tails(rows: int) -> int:
-    """How often tiles are halved for blocks of few rows: of the highest ones, to 64 and to 32 rows."""
-    return 2 if rows == MOST_ROWS else 0
+def tails(rows: int, device: Device) -> int:
+    """How often tiles are halved for blocks of few rows: of the highest ones, to 64 rows, before Hopper to 32 too."""
+    if rows < MOST_ROWS:
+        return 0
+    return 1 if device.capability[0] == 9 else 2
 
 
 def tile_rows(rows_per_expert: float) -> int:
@@ -267,15 +269,19 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
     low, high = rows < 64, rows >= MOST_ROWS
     if problem.itemsize == 1:
         few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=104)
-        return few if low else Tile(128, 128, 8 if high else 4, 3, tensor_map=True)
+        if low:
+            return few
+        return Tile(256, 128, 8, 4, tensor_map=True) if high else Tile(128, 128, 4, 3, tensor_map=True)
     if bits >= 16:
         few = Tile(128 if rows >= 32 else LEAST_COLUMNS, 128, 4, 4, swap=True)
         return few if low else Tile(256 if high else 128, 64, 8 if high else 4, 3, tensor_map=True)
     if bits >= 8:
         few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
         return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
-    few = Tile(128, 128, 4, 3, swap=True, registers=168)
-    return few if low else replace(few, columns=64 if high and problem.group >= 128 else 128, registers=0)
+    few = Tile(128, 128, 4, 3, swap=True, tensor_map=problem.num_tokens > 1, registers=168)
+    if low:
+        return few
+    return replace(few, columns=64 if high and problem.group >= 128 else 128, tensor_map=False, registers=0)
 
 
 def _elsewhere(problem: Problem, device: Device, rows: int, bits: float) -> Tile:

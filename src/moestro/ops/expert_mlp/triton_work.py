@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moestro.formats import StoredExperts
+from moestro.formats import PackedTensor, StoredExperts
 from moestro.ops import gpu
 from moestro.ops.dispatch import KernelUse
 from moestro.ops.expert_mlp.triton_kernels import Rows
+from moestro.ops.expert_mlp.triton_maps import items
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
 from moestro.ops.triton_rows import Rounding
@@ -164,7 +165,7 @@ def _with_maps(work: Work, maps: Sequence[Any], stored: Sequence[StoredExperts])
     """The work with tensor maps over these experts; a map kept from call to call would keep the weights alive."""
     found = []
     for (first, _, *rest), fields, experts in zip((work.gate_up, work.down), maps, stored, strict=True):
-        map = None if fields is None else TensorDescriptor(experts.tensors[0], *fields)
+        map = None if fields is None else TensorDescriptor(items(cast(PackedTensor, experts)), *fields)
         found.append((first, map, *rest))
     return replace(work, gate_up=found[0], down=found[1])
 
