@@ -198,7 +198,9 @@ def longest_loop(sass: str) -> int:
                 loops.append((labels[target[1]], len(code)))
     found = [(a, b) for a, b in loops if any("MMA" in line for line in code[a:b])]
     inner = [(a, b) for a, b in found if not any((a, b) != (c, d) and a <= c and d <= b for c, d in found)]
-    return max((b - a for a, b in inner), default=0)
+    # A wait for a tensor map's copies may lie behind its loop and jump back into it.
+    whole = [(a, b) for a, b in inner if not any(c < a < d < b for c, d in inner)]
+    return max((b - a for a, b in whole), default=0)
 
 
 def layer(

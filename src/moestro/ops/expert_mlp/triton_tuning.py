@@ -268,7 +268,7 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
     """
     low, high = rows < 64, rows >= MOST_ROWS
     if problem.itemsize == 1:
-        few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=104)
+        few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=72)
         if low:
             return few
         return Tile(256, 128, 8, 4, tensor_map=True) if high else Tile(128, 128, 4, 3, tensor_map=True)
@@ -278,7 +278,7 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
     if bits >= 8:
         few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
         return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
-    few = Tile(128, 128, 4, 3, swap=True, tensor_map=problem.num_tokens > 1, registers=168)
+    few = Tile(128, 128, 4, 3, swap=True, tensor_map=problem.num_tokens > 1, registers=160)
     if low:
         return few
     return replace(few, columns=64 if high and problem.group >= 128 else 128, tensor_map=False, registers=0)
