@@ -31,6 +31,8 @@ from moestro.weights import Built, ExpertWeights
 
 PLAN = "_moestro_plan"
 _DTYPES = tuple(f.storage for f in DENSE_FORMATS)
+_IS_CONSTANT = torch.__version__ >= "2.13"
+"""Whether a tracer takes what a function of a module returns for constant, as PyTorch 2.11 does not: it breaks there."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,12 @@ def plan_of(module: nn.Module, flags: Flags | None = None) -> Plan:
     if plan is not None:
         return plan
     flags = flags or flags_of(module)
-    if torch.compiler.is_compiling():
-        constant: Plan = _constant_plan(module, flags)
-        return constant
+    found: Plan = (_constant_plan if _IS_CONSTANT and torch.compiler.is_compiling() else _settled)(module, flags)
+    return found
+
+
+@torch.compiler.disable(reason="call the model once before it is compiled as one graph, or use PyTorch 2.13")  # type: ignore[untyped-decorator]
+def _settled(module: nn.Module, flags: Flags) -> Plan:
     with SETTLING:
         plan = module.__dict__.get(PLAN)
         return settle(module, inspect(module, flags)) if plan is None else plan
