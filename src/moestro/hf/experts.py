@@ -32,7 +32,7 @@ from moestro.weights import Built, ExpertWeights
 PLAN = "_moestro_plan"
 _DTYPES = tuple(f.storage for f in DENSE_FORMATS)
 _IS_CONSTANT = torch.__version__ >= "2.13"
-"""Whether a tracer takes what a function of a module returns for constant, as PyTorch 2.11 does not: it breaks there."""
+"""Whether a tracer takes what a function returns of a module for constant; with PyTorch 2.11 it fails."""
 
 
 @dataclass(frozen=True)
