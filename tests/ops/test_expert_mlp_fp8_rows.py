@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moestro
-from moestro import ExpertWeights, reference
+from moestro import ExpertWeights, Routing, reference
 from moestro.errors import UnsupportedError
 from moestro.formats import dequantize
 from moestro.tolerances import LOW_PRECISION_INPUT, relative_error, too_far
@@ -21,6 +21,7 @@ from tolerances import assert_close
 from . import problems
 from .engines import stored_weights
 from .stored import apart, moved, sizes_for
+from .triton_calls import why_unsupported
 
 FORMATS = ("fp8-e4m3-tensor", "fp8-e4m3-channel", "fp8-e4m3-b128")
 
@@ -140,6 +141,20 @@ def test_triton(device, name):
             close(moestro.expert_mlp(x, routing, weights, strategy), x, routing, weights)
             low = x.to(torch.bfloat16)
             close(moestro.expert_mlp(low, routing, weights, strategy), low, routing, weights)
+
+
+def test_triton_takes_as_many_integers_as_a_sum_holds(device):
+    least = 132_104
+    for columns, taken in ((least, True), (least + 1, False)):
+        down = torch.zeros(1, 2, columns).to(device)
+        weights = ExpertWeights.from_dense(torch.zeros(1, columns, 2), down, activation=moestro.Activation(gated=False))
+        reason = why_unsupported(
+            torch.zeros(1, 2),
+            Routing(torch.zeros(1, 1).long(), torch.ones(1, 1)),
+            weights.quantize("int8", input_format="int8"),
+        )
+        assert (reason is None) is taken
+        assert taken or "within 32 bits up to 132104 columns, not 132105" in reason
 
 
 def test_triton_has_integers_of_eight_bits_only(device):

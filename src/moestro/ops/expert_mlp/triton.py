@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _INPUT_DTYPES = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_INT8_COLUMNS = (2**31 - 1) // (127 * 128)
+"""Of rows that are rounded within +-127, times weights from -128 on."""
 _DECODED = {"e4m3": 128, "int8": 128, "e2m1": 16, "int4": 16, "uint4": 16}
 """Elements that kernels decode, and the fewest columns of a group: of 8-bit weights, those of the longest step."""
 
@@ -166,6 +168,9 @@ def _no_rows(x: Tensor, weights: ExpertWeights) -> str | None:
         for name, form in (("gate_up", weights.gate_up.format), ("down", weights.down.format)):
             if form.element != "int8":
                 return f"it multiplies int8 inputs by weights stored as int8, and {name} is stored as {form.name}"
+        columns = max(weights.hidden_size, weights.intermediate_size)
+        if columns > _MOST_INT8_COLUMNS:
+            return f"a sum of products of int8 stays within 32 bits up to {_MOST_INT8_COLUMNS} columns, not {columns}"
     if weights.input_format == "fp8-e4m3" and not gpu.multiplies_fp8(x.device.type, x.device.index):
         return f"the tensor cores of {x.device} do not multiply 8-bit floats, those of capability 8.9 and later do"
     return None

@@ -181,7 +181,7 @@ def _stays_low(problem: Problem, device: Device) -> bool:
 
 
 def tails(rows: int, device: Device) -> int:
-    """How often tiles are halved for blocks of few rows: of the highest ones, to 64 rows, before Hopper to 32 too."""
+    """How often tiles are halved for blocks of few rows: of the highest, to 64 rows, but on Hopper also to 32."""
     if rows < MOST_ROWS:
         return 0
     return 1 if device.capability[0] == 9 else 2
