@@ -167,12 +167,15 @@ def test_a_custom_gate_of_a_copy_is_the_copy_s_own():
     assert torch.equal(module(x, ids, weights), before)
 
 
-def test_compiles_without_a_first_run():
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiles_without_a_first_run(fullgraph):
+    if fullgraph and torch.__version__ < "2.13":
+        pytest.skip("the graph breaks at each module's plan there")
     model = zoo.build("qwen3_moe").model
     wanted = zoo.outputs(model, zoo.inputs_of(model))
     model.set_experts_implementation(IMPLEMENTATION)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="eager")
     assert relative_error(zoo.outputs(compiled, zoo.inputs_of(model)), wanted) <= 1e-5
 
 

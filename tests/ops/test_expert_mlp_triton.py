@@ -226,8 +226,17 @@ def test_nibbles_through_tensor_maps(name, swap):
         x, routing = torch.randn(5, 192).bfloat16(), problems.routing(sizes)
         for stored, of in ((weights.gate_up, activation), (weights.down, None)):
             assert tensor_map(stored, mapped, torch.bfloat16, of) is not None
-        ways = [replace(SMALL, gate_up=way, down=way) for way in (mapped, tile)]
-        assert bit_equal(check(x, routing, weights, ways[0]), check(x, routing, weights, ways[1]))
+        for plan in (SMALL, replace(SMALL, splits=2), replace(SMALL, rows=32, block=32, tails=1)):
+            ways = [replace(plan, gate_up=way, down=way) for way in (mapped, tile)]
+            assert bit_equal(check(x, routing, weights, ways[0]), check(x, routing, weights, ways[1]))
+
+
+def test_nibbles_whose_rows_are_no_multiple_of_16_bytes_go_by_pointers():
+    from moestro.ops.expert_mlp.triton_launch import tensor_map
+
+    stored = problems.weights(problems.Sizes(1, 208, 48, 2, 1), Activation(), torch.float32).quantize("nvfp4")
+    for which, is_there in ((stored.gate_up, False), (stored.down, False)):
+        assert (tensor_map(which, replace(TILE, tensor_map=True), torch.bfloat16, None) is not None) is is_there
 
 
 def test_weights_that_tensor_maps_cannot_describe_go_by_pointers():

@@ -26,7 +26,7 @@ from .triton_calls import launch
 
 
 @pytest.fixture(autouse=True)
-def _forced(triton_device: torch.device) -> Iterator[None]:
+def _on_the_device(triton_device: torch.device) -> Iterator[None]:
     torch.set_default_device(triton_device)
     yield
     torch.set_default_device(None)

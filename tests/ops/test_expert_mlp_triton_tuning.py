@@ -155,6 +155,22 @@ def test_only_the_highest_tiles_are_halved():
         assert "few rows in tiles" not in str(how)
 
 
+def test_nibbles_come_through_tensor_maps_in_graphs_and_where_there_is_much_to_read():
+    small, large = (problem(name, 16, bits=4.25) for name in ("olmoe", "mixtral"))
+    for asked in (replace(small, num_tokens=1), small, large):
+        how = choose(asked)
+        assert how.gate_up.tensor_map
+        assert how.down.tensor_map
+        called = tuning.outside_graphs(how, asked)
+        assert (called == how) is (asked == large)
+        assert called.gate_up.tensor_map is called.down.tensor_map is (asked == large)
+    assert not choose(large, A100).gate_up.tensor_map
+    assert not choose(large, invariant=True).gate_up.tensor_map
+    for bits in (8.002, 16):
+        asked = problem("olmoe", 16, bits=bits)
+        assert tuning.outside_graphs(choose(asked), asked) == choose(asked)
+
+
 def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
     """What `python -m` of a module prints, in a process whose kernels are compiled and not interpreted."""
     pytest.importorskip("triton")

@@ -83,10 +83,11 @@ def test_halves_with_scales_and_factors_of_their_own(name):
 def test_rows_of_eight_bits(name):
     x, routing, weights = halves(name)
     weights = replace(weights, input_format="fp8-e4m3")
-    # An activation whose last bit differs can round to another code.
-    y = expert_mlp.run(x, routing, weights)
-    found = too_far(y, reference.expert_mlp(x, routing, weights), LOW_PRECISION_INPUT / 4)
-    assert found is None, found
+    y, expected = expert_mlp.run(x, routing, weights), reference.expert_mlp(x, routing, weights)
+    if gpu.interpreted():
+        assert_close(y, expected, torch.float32)
+    else:  # an activation whose last bit differs can round to another code
+        assert too_far(y, expected, LOW_PRECISION_INPUT / 4) is None
 
 
 def test_matrices_of_any_one_set_of_strides():

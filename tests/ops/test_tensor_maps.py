@@ -182,3 +182,38 @@ def test_explain_says_that_the_map_was_refused(driver, monkeypatch, triton_devic
         said = str(moestro.explain(moestro.expert_mlp, *case()))
     dispatch._KEPT.clear()
     assert "gate_up by pointers, since CUDA's driver refuses its tensor map (error 1)" in said
+
+
+def nibbles(num_tokens: int = 16) -> tuple[torch.Tensor, Routing, ExpertWeights]:
+    x, routing, _ = case(num_tokens)
+    weights = ExpertWeights.from_dense(torch.zeros(8, 512, 256), torch.zeros(8, 256, 256))
+    return x, routing, weights.quantize("mxfp4")
+
+
+def test_the_driver_takes_maps_of_nibbles_two_bytes_at_a_time(driver) -> None:
+    weights, tile = nibbles()[2], replace(TILE, columns=128, depth=128)
+    for data, activation in ((weights.gate_up, SWIGLU), (weights.down, None)):
+        found = layout(data, tile, torch.bfloat16, activation)
+        assert found is not None
+        assert (found.shape[-1], found.box[-1]) == (64, 32)
+        assert triton_maps.refusal(triton_maps.items(data), found) is None
+
+
+@pytest.mark.unpoisoned
+def test_nibbles_come_through_maps_while_a_graph_is_made_and_in_the_call_before(
+    driver, monkeypatch, triton_device
+) -> None:
+    monkeypatch.setattr(gpu, "device_of", lambda tensor: H200)
+    told: list[bool] = []
+
+    def prepared(how: Plan, dtype: torch.dtype):
+        return lambda x, *given: told.append(how.gate_up.tensor_map) or x
+
+    monkeypatch.setattr(triton._launches(), "prepared", prepared)
+    arguments = (*nibbles(), "auto")
+    found = triton.prepare(*arguments)
+    assert not isinstance(found, str), found
+    for is_captured in (False, False, True, False):
+        monkeypatch.setattr(gpu, "is_captured", lambda x, now=is_captured: now)
+        found.compute(*arguments)
+    assert told == [True, False, True, False]

@@ -88,7 +88,7 @@ def _quotients(part, scale):
     """part [R, C] / scale [R], no more than 448 times its scale, rounded once.
 
     A product with the reciprocal, and what it is off by divided in its turn: that is the nearest number if the
-    reciprocal is (Markstein, 1990). It takes a scale and a reciprocal that are normal numbers.
+    reciprocal is (Markstein, 1990). It takes a scale and a reciprocal that are normal numbers. -0 becomes 0.
     """
     if INTERPRETED:  # whose fma rounds twice
         return tl.div_rn(part, tl.broadcast_to(scale[:, None], part.shape))

@@ -124,21 +124,21 @@ def as_stored(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
-    """`add_product` of rows that were rounded; each step is summed on its own.
+def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr, UNBROKEN: tl.constexpr):
+    """`add_product` of rows that were rounded: one sum over all steps where it is UNBROKEN, else one for each step.
 
     Where columns share scales, those of the rows of this step, [BM], are applied; else none.
-    Tensor cores of Hopper add products of 8-bit floats in fewer bits than float32 has.
     """
     NUMBER: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
-    WHOLE: tl.constexpr = w.columns == 0
-    part = acc if WHOLE else tl.zeros(acc.shape, NUMBER)
+    part = acc if UNBROKEN else tl.zeros(acc.shape, NUMBER)
     if SWAP:
         part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER)
     else:
         part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER)
-    if WHOLE:
+    if UNBROKEN:
         return part
+    elif w.columns == 0:
+        return acc + part.to(tl.float32)
     else:
         part = part.to(tl.float32)
         scale = _of_rows(_scale_value(meta[0], w.scale, w.converts), tile.shape[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -60,15 +61,15 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
     if reason is not None:
         return reason
     every = name == "all_experts"
-    how = plan(x, _walked(routing, weights, every), weights, (name, block))
+    walked = _walked(routing, weights, every)
+    how = plan(x, walked, weights, (name, block))
     dtype = compute_dtype(x, weights)
-    launches = _launches().prepared(how, dtype)
+    launches = _by_capture(how, triton_tuning.outside_graphs(how, problem(x, walked, weights)), dtype)
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         with gpu.on(x):
             whole, slots = every_expert(routing, weights.num_experts) if every else (routing, None)
-            y: Tensor = launches(x, whole, weights, slots)
-            return y
+            return launches(x, whole, weights, slots)
 
     def kernels(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> tuple[KernelUse, ...]:
         walked = _walked(routing, weights, every)
@@ -81,6 +82,22 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
     parts = None if every else _launches().in_waves(how, dtype)
     why = f"{by}; {how}" if by else str(how)
     return Prepared(gpu.IMPLEMENTATION, compute, walk, why, kernels=kernels, in_waves=parts)
+
+
+def _by_capture(captured: Plan, called: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Calls by one plan while a CUDA graph is made, else by another; the first by that of graphs, which loads it."""
+    in_graphs: Callable[..., Tensor] = _launches().prepared(captured, dtype)
+    if called == captured:
+        return in_graphs
+    in_calls, is_loaded = _launches().prepared(called, dtype), [False]
+
+    def launch(x: Tensor, routing: Routing, weights: ExpertWeights, slots: Tensor | None) -> Tensor:
+        launches = in_calls if is_loaded[0] and not gpu.is_captured(x) else in_graphs
+        is_loaded[0] = True
+        y: Tensor = launches(x, routing, weights, slots)
+        return y
+
+    return launch
 
 
 def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:

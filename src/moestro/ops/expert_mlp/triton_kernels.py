@@ -148,9 +148,13 @@ def product(
 
     Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
     were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
+    Where a row has one, the sum is unbroken, and of int8 an integer; Hopper adds products of 8-bit floats in fewer bits
+    than float32 has.
     """
-    WHOLE_ROWS: tl.constexpr = tl.int8 == DTYPE and w.columns == 0 and not INTERPRETED
-    acc = zeros(BM, BN, SWAP, tl.int32 if WHOLE_ROWS else tl.float32)
+    # On Hopper, 64 rows times 128 of weights were wrong in one sum before rows were loaded as now; not run since.
+    IS_RUN: tl.constexpr = SWAP or BM != 64 or BN > 128 or not w.warpgroups
+    UNBROKEN: tl.constexpr = scales is not None and w.columns == 0 and IS_RUN
+    acc = zeros(BM, BN, SWAP, tl.int32 if UNBROKEN and tl.int8 == DTYPE and not INTERPRETED else tl.float32)
     # Triton multiplies by Hopper's own instruction where the left operand has at least 64 rows.
     WGMMA: tl.constexpr = w.warpgroups and (BN if SWAP else BM) >= 64
     begins = begin(w, expert, columns)
@@ -167,11 +171,11 @@ def product(
         if scales is None:
             acc = add_product(acc, x, tile, w, meta, SWAP, WGMMA)
         elif w.columns == 0:
-            acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP)
+            acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP, UNBROKEN)
         else:
             scales_at = scales + scale_rows * tl.cdiv(K, w.columns) + k0 // w.columns
             step_scales = tl.load(scales_at, mask=live, other=0.0)
-            acc = add_rounded_product(acc, x, tile, w, meta, step_scales, SWAP)
+            acc = add_rounded_product(acc, x, tile, w, meta, step_scales, SWAP, UNBROKEN)
     acc = upright(finish(acc.to(tl.float32), w, expert, columns, SWAP, DTYPE), SWAP)
     if scales is not None and w.columns == 0:
         acc = acc * tl.load(scales + scale_rows, mask=live, other=0.0)[:, None]

@@ -1,7 +1,7 @@
 """Tiles for a GPU: a function of shape, stored format and device. Imports no Triton.
 
-Those of Hopper follow what was timed on an H200 (docs/log.md, "The first GPU"); those of other parts follow what others
-have published, and none has been measured with these kernels yet.
+Those of Hopper follow what was timed on an H200 and an H100 (docs/log.md, "The first GPU" and the second); those of
+other parts follow what others have published, and none has been measured with these kernels yet.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ _REGISTERS, _MOST_REGISTERS = 1 << 16, 256
 
 IN_FLIGHT = 48 << 10
 """Bytes of weights that a multiprocessor is to have asked for at once where reading them is what takes the time."""
+
+LEAST_MAPPED = 384 << 20
+"""Bytes of nibbles that a call reads, from which tensor maps are worth what they take the host: gpt-oss-20b's 423 MB
+were read 38 us faster on an H100, OLMoE's 214 MB 9 to 12 us."""
 
 LEAST_COLUMNS = 64
 """Of a tile: where these are too few for all multiprocessors, the sum over I is cut and not the tile."""
@@ -181,7 +185,7 @@ def _stays_low(problem: Problem, device: Device) -> bool:
 
 
 def tails(rows: int, device: Device) -> int:
-    """How often tiles are halved for blocks of few rows: of the highest, to 64 rows, but on Hopper also to 32."""
+    """How often tiles are halved for blocks of few rows: of the highest, to 64 rows, and to 32 too but on Hopper."""
     if rows < MOST_ROWS:
         return 0
     return 1 if device.capability[0] == 9 else 2
@@ -219,6 +223,19 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
     return _deepen(
         replace(plan, gate_up=gate_up, down=replace(plan.down, columns=columns), splits=splits), problem, device
     )
+
+
+def outside_graphs(plan: Plan, problem: Problem) -> Plan:
+    """The same for a call that no CUDA graph holds: nibbles come by pointers where there is little to read.
+
+    The host makes tensor maps anew for each call, which took it 25 to 30 us on the machine of an H100.
+    """
+    bits = problem.halves * problem.bits[0] + problem.bits[1]
+    read = _blocks(problem) * problem.hidden_size * problem.intermediate_size * bits / 8
+    if max(problem.bits) >= 8 or read > LEAST_MAPPED:
+        return plan
+    tiles = {name: replace(getattr(plan, name), tensor_map=False) for name in ("gate_up", "down")}
+    return replace(plan, **tiles)
 
 
 def _is_uneven(tiles: int, plan: Plan, device: Device) -> bool:
@@ -271,14 +288,16 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
         few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=72)
         if low:
             return few
-        return Tile(256, 128, 8, 4, tensor_map=True) if high else Tile(128, 128, 4, 3, tensor_map=True)
+        if high and not problem.is_stepped:
+            return Tile(256, 128, 8, 4, tensor_map=True)
+        return Tile(128, 128, 8 if high else 4, 3, tensor_map=True)
     if bits >= 16:
         few = Tile(128 if rows >= 32 else LEAST_COLUMNS, 128, 4, 4, swap=True)
         return few if low else Tile(256 if high else 128, 64, 8 if high else 4, 3, tensor_map=True)
     if bits >= 8:
         few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
         return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
-    few = Tile(128, 128, 4, 3, swap=True, tensor_map=problem.num_tokens > 1, registers=160)
+    few = Tile(128, 128, 4, 3, swap=True, tensor_map=True, registers=160)
     if low:
         return few
     return replace(few, columns=64 if high and problem.group >= 128 else 128, tensor_map=False, registers=0)
