@@ -157,18 +157,27 @@ def test_only_the_highest_tiles_are_halved():
 
 def test_nibbles_come_through_tensor_maps_in_graphs_and_where_there_is_much_to_read():
     small, large = (problem(name, 16, bits=4.25) for name in ("olmoe", "mixtral"))
-    for asked in (replace(small, num_tokens=1), small, large):
+    gpt_oss = Problem(16, 4, 32, 2880, 2880, 2, 2, (4.25, 4.25))
+    for asked, is_mapped in ((small, False), (large, True), (gpt_oss, True), (replace(large, num_tokens=1), False)):
         how = choose(asked)
         assert how.gate_up.tensor_map
         assert how.down.tensor_map
         called = tuning.outside_graphs(how, asked)
-        assert (called == how) is (asked == large)
-        assert called.gate_up.tensor_map is called.down.tensor_map is (asked == large)
+        assert (called == how) is is_mapped
+        assert called.gate_up.tensor_map is called.down.tensor_map is is_mapped
     assert not choose(large, A100).gate_up.tensor_map
     assert not choose(large, invariant=True).gate_up.tensor_map
-    for bits in (8.002, 16):
-        asked = problem("olmoe", 16, bits=bits)
-        assert tuning.outside_graphs(choose(asked), asked) == choose(asked)
+
+
+@pytest.mark.parametrize("bits", [(4.25, 8.002), (16.0, 4.25), (8.002, 8.002)])
+def test_only_the_nibbles_of_a_mixed_layer_change_their_way(bits):
+    asked = replace(problem("olmoe", 16), bits=bits)
+    how = choose(asked)
+    called = tuning.outside_graphs(how, asked)
+    for name, n in zip(("gate_up", "down"), bits, strict=True):
+        tile = getattr(how, name)
+        assert tile.tensor_map is (n < 8)
+        assert getattr(called, name) == replace(tile, tensor_map=False)
 
 
 def said(*arguments: str, module: str = "ops.compiled") -> list[str]:
@@ -260,6 +269,14 @@ def test_packed_weights_are_copied_sixteen_bytes_at_a_time():
     assert len(lines) == 8
     for line in lines:
         assert line.split()[line.split().index("copies") + 1] == ("4,16" if "mxfp4" in line else "16"), line
+
+
+def test_rows_of_eight_bits_in_tiles_of_64_rows_compile():
+    lines = said("sm_90", "fp8-e4m3-channel/fp8-e4m3", "512")
+    for line in lines:
+        if "gate_up" in line or "down_" in line:
+            assert line.endswith("wgmma"), line
+            assert line.split()[line.split().index("spills") + 1] == "0", line
 
 
 def test_rows_of_eight_bits_reach_the_tensor_cores_of_hopper():

@@ -64,7 +64,8 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
     walked = _walked(routing, weights, every)
     how = plan(x, walked, weights, (name, block))
     dtype = compute_dtype(x, weights)
-    launches = _by_capture(how, triton_tuning.outside_graphs(how, problem(x, walked, weights)), dtype)
+    called = triton_tuning.outside_graphs(how, problem(x, walked, weights))
+    launches = _by_capture(how, called, dtype)
 
     def compute(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str = "auto") -> Tensor:
         with gpu.on(x):
@@ -79,22 +80,25 @@ def prepare(x: Tensor, routing: Routing, weights: ExpertWeights, strategy: str) 
         return work.uses()
 
     walk = name if every else how.strategy
-    parts = None if every else _launches().in_waves(how, dtype)
+    parts = None if every else _launches().in_waves(called, dtype)
     why = f"{by}; {how}" if by else str(how)
     return Prepared(gpu.IMPLEMENTATION, compute, walk, why, kernels=kernels, in_waves=parts)
 
 
 def _by_capture(captured: Plan, called: Plan, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Calls by one plan while a CUDA graph is made, else by another; the first by that of graphs, which loads it."""
+    """Calls by one plan while a CUDA graph is made, else by another."""
     in_graphs: Callable[..., Tensor] = _launches().prepared(captured, dtype)
     if called == captured:
         return in_graphs
     in_calls, is_loaded = _launches().prepared(called, dtype), [False]
 
     def launch(x: Tensor, routing: Routing, weights: ExpertWeights, slots: Tensor | None) -> Tensor:
-        launches = in_calls if is_loaded[0] and not gpu.is_captured(x) else in_graphs
-        is_loaded[0] = True
-        y: Tensor = launches(x, routing, weights, slots)
+        if gpu.is_captured(x):
+            return in_graphs(x, routing, weights, slots)
+        if not is_loaded[0]:  # a graph that is made later is to load no code
+            in_graphs(x, routing, weights, slots)
+            is_loaded[0] = True
+        y: Tensor = in_calls(x, routing, weights, slots)
         return y
 
     return launch

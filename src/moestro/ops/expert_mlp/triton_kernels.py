@@ -151,7 +151,8 @@ def product(
     Where a row has one, the sum is unbroken, and of int8 an integer; Hopper adds products of 8-bit floats in fewer bits
     than float32 has.
     """
-    # On Hopper, 64 rows times 128 of weights were wrong in one sum before rows were loaded as now; not run since.
+    # On Hopper, 64 rows by four warps were wrong in one sum before rows were loaded as now, and have not run since.
+    # Those times 256 of weights are halves of 128 rows, of eight warps, which were right.
     IS_RUN: tl.constexpr = SWAP or BM != 64 or BN > 128 or not w.warpgroups
     UNBROKEN: tl.constexpr = scales is not None and w.columns == 0 and IS_RUN
     acc = zeros(BM, BN, SWAP, tl.int32 if UNBROKEN and tl.int8 == DTYPE and not INTERPRETED else tl.float32)
