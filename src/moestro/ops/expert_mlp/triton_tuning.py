@@ -185,7 +185,7 @@ def _stays_low(problem: Problem, device: Device) -> bool:
 
 
 def tails(rows: int, device: Device) -> int:
-    """How often tiles are halved for blocks of few rows: of the highest, to 64 rows, and not on Hopper to 32."""
+    """How often the highest tiles are halved for blocks of few rows: to 64, and on other parts than Hopper to 32."""
     if rows < MOST_ROWS:
         return 0
     return 1 if device.capability[0] == 9 else 2
