@@ -56,6 +56,11 @@ inline F of_unit_powers(const uint8_t* p, Units by) {
 inline F of_units(F scales, Units by) { return {_mm256_permutevar8x32_ps(scales.v, by.index)}; }
 inline F of_half_units(const float* p, Units by) { return {_mm256_i32gather_ps(p, by.index, 4)}; }
 
+constexpr bool kMasks = false;  // nothing is loaded but whole vectors
+struct SomeOfBlock {
+    explicit SomeOfBlock(int64_t columns);
+};
+
 inline F to_floats(I a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline I to_integers(F a) { return {_mm256_cvtps_epi32(a.v)}; }
 inline I times_pairs(I a, I b) { return {_mm256_madd_epi16(a.v, b.v)}; }

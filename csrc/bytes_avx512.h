@@ -42,22 +42,56 @@ inline void transpose_lanes(I* r) {
 }
 
 // Lane l is scale (32 * unit + 16 * part) / group for the unit that lane stands for; where groups have 16, of 2 * W.
+// `exponents`: the byte of that scale as the highest of the lane, for a shuffle of 16 that every 128-bit lane has.
 struct Units {
-    __m512i index;
+    __m512i index, exponents;
 };
 inline Units units_of(int64_t group, int part) {
     int shift = 4;
     while ((int64_t{1} << shift) < group) ++shift;
     const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i halves = _mm512_add_epi32(_mm512_slli_epi32(lanes, 1), _mm512_set1_epi32(part));
-    return {_mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
+    const __m512i index = _mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4));
+    return {index, _mm512_or_si512(_mm512_slli_epi32(index, 24), _mm512_set1_epi32(0x808080))};
 }
 inline F of_units(F scales, Units by) { return {_mm512_permutexvar_ps(by.index, scales.v)}; }
-// The same of scales e8m0.
-inline F of_unit_powers(const uint8_t* p, Units by) { return of_units(load_e8m0(p), by); }
+// The same of scales e8m0. The exponent of 255 is that of infinity, and one bit more is NaN.
+inline F of_unit_powers(__m128i scales, Units by) {
+    const __m512i e = _mm512_cvtepu8_epi32(scales);
+    const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
+    return of_units({_mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000)))}, by);
+}
+inline F of_unit_powers(const uint8_t* p, Units by) {
+    return of_unit_powers(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), by);
+}
 inline F of_half_units(const float* p, Units by) {
     return {_mm512_permutex2var_ps(_mm512_loadu_ps(p), by.index, _mm512_loadu_ps(p + W))};
 }
+
+// The last block of a row, of which there are `columns` columns, a scale for each 32. Behind them are zeros.
+constexpr bool kMasks = true;
+class SomeOfBlock {
+    __mmask64 bytes_[4];
+    __mmask16 scales_;
+
+  public:
+    explicit SomeOfBlock(int64_t columns) : scales_(static_cast<__mmask16>((1 << (columns + 31) / 32) - 1)) {
+        for (int i = 0; i < 4; ++i) {
+            const int64_t n = columns / 2 - 64 * i;
+            bytes_[i] = n >= 64 ? ~__mmask64{0} : n > 0 ? (__mmask64{1} << n) - 1 : 0;
+        }
+    }
+    inline __attribute__((always_inline)) I words(const uint8_t* p, int i) const {
+        return {_mm512_maskz_loadu_epi8(bytes_[i], p)};
+    }
+    inline __attribute__((always_inline)) F powers(const uint8_t* p, Units by) const {
+        return of_unit_powers(_mm_mask_loadu_epi8(_mm_set1_epi8(127), scales_, p), by);  // no subnormal
+    }
+    inline __attribute__((always_inline)) F halves(const uint8_t* p) const {
+        return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(scales_, p))};
+    }
+};
 
 inline F to_floats(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I to_integers(F a) { return {_mm512_cvtps_epi32(a.v)}; }           // to nearest, ties to even

@@ -56,6 +56,11 @@ inline F of_half_units(const float* p, Units by) {
     return {vreinterpretq_f32_u8(vqtbl2q_u8({{vld1q_u8(bytes), vld1q_u8(bytes + 16)}}, by.bytes))};
 }
 
+constexpr bool kMasks = false;  // nothing is loaded but whole vectors
+struct SomeOfBlock {
+    explicit SomeOfBlock(int64_t columns);
+};
+
 inline F to_floats(I a) { return {vcvtq_f32_s32(a.v)}; }
 inline I to_integers(F a) { return {vcvtnq_s32_f32(a.v)}; }
 inline I times_pairs(I a, I b) {

@@ -64,6 +64,11 @@ inline F of_half_units(const float* p, const Units& by) {
 }
 
 inline Integers as_signed(Words a) { return reinterpret_cast<Integers>(a); }
+constexpr bool kMasks = false;  // nothing is loaded but whole vectors
+struct SomeOfBlock {
+    explicit SomeOfBlock(int64_t columns);
+};
+
 inline F to_floats(I a) { return {__builtin_convertvector(as_signed(a.v), Floats)}; }
 // Of the two signed halves of each word.
 inline Integers lower_halves(Words a) { return as_signed(a << 16) >> 16; }

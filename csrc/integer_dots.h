@@ -23,38 +23,44 @@ template <Element E> MOESTRO_INLINE I code_at(const I* words, int i) {
 }
 
 // Calls `step(block, r, words, scales, zeros)` for every block of each of the four rows but shared ones. A last one
-// that is not whole is read from a copy, so that the loop has no branches.
+// that is not whole is loaded with masks, or else read from a copy, so that the loop has no branches.
 template <Element E, int Parts, ScalesFrom From, class Step>
 MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const Units (&by)[Parts], bool prefetching,
                                Step step) {
-    const int64_t columns = rows.columns, whole = columns / kUnits * kUnits, stop = whole_columns(columns);
+    const int64_t columns = rows.columns, whole = columns / kUnits * kUnits;
+    const int64_t stop = kMasks ? whole : whole_columns(columns);
     const int shift = log2_of(scales.group);
     const uint8_t* const* next = rows.next[0] ? rows.next : rows.data;
     Blocks from;
     for (int r = 0; r < kRows; ++r) from.data[r] = rows.data[r], from.scales[r] = rows.scales[r];
-    alignas(64) uint8_t last[kRows][kUnits / 2], last_scales[kRows][4 * W];
-    for (int64_t k = 0, block = 0; k < stop;) {
-        if (k == whole) copy_last<From>(from, k, columns, last, last_scales);
-        for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block) {
-            const int64_t first = k >> shift;
+    const auto take = [&](int64_t k, int64_t block, const auto& of) __attribute__((always_inline)) {
+        const int64_t first = k >> shift;
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) {
-                I words[4], zeros[Parts];
-                F s[Parts];
+        for (int r = 0; r < kRows; ++r) {
+            I words[4], zeros[Parts];
+            F s[Parts];
 #pragma GCC unroll 4
-                for (int64_t line = 0; prefetching && line < kUnits / 2; line += 64) prefetch(next[r] + k / 2 + line);
+            for (int64_t line = 0; prefetching && line < kUnits / 2; line += 64) prefetch(next[r] + k / 2 + line);
 #pragma GCC unroll 4
-                for (int64_t i = 0; i < 4; ++i) words[i] = load_bytes(from.data[r] + k / 2 + i * kVectorBytes);
-                transpose_lanes(words);
+            for (int i = 0; i < 4; ++i) words[i] = of.words(from.data[r] + k / 2 + i * kVectorBytes, i);
+            transpose_lanes(words);
 #pragma GCC unroll 2
-                for (int p = 0; p < Parts; ++p) {
-                    s[p] = unit_scales<From>(from, scales, by, r, first, p);
-                    if constexpr (E == Element::u4)
-                        zeros[p] = to_integers(of_part<Parts>(scales.zero[r] + first, by, p));
-                }
-                step(block, r, words, s, zeros);
+            for (int p = 0; p < Parts; ++p) {
+                s[p] = unit_scales<From>(of, from, scales, by, r, first, p);
+                if constexpr (E == Element::u4) zeros[p] = to_integers(of_part<Parts>(scales.zero[r] + first, by, p));
             }
+            step(block, r, words, s, zeros);
         }
+    };
+    alignas(64) uint8_t last[kRows][kUnits / 2], last_scales[kRows][4 * W];
+    int64_t block = 0;
+    for (int64_t k = 0; k < stop;) {
+        if (!kMasks && k == whole) copy_last<From>(from, k, columns, last, last_scales);
+        for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block)
+            take(k, block, WholeBlock());
+    }
+    if constexpr (kMasks) {
+        if (whole < columns) take(whole, block, SomeOfBlock(columns - whole));
     }
 }
 

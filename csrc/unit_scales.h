@@ -101,13 +101,19 @@ template <int Parts> struct PartUnits {
     }
 };
 
-// The scales of row r from the one `first` on, of a whole block.
-template <ScalesFrom From, int Parts> MOESTRO_INLINE F unit_scales(const Blocks& from, const Scales& scales,
-                                                                   const Units (&by)[Parts], int r, int64_t first,
-                                                                   int part) {
-    if constexpr (From == ScalesFrom::powers)
-        return of_unit_powers(from.scales[r] + first, by[part]) * set1(kE2m1Factor);
-    if constexpr (From == ScalesFrom::halves) return of_units(load_f16(from.scales[r] + 2 * first), by[part]);
+// A block of which there are all columns.
+struct WholeBlock {
+    MOESTRO_INLINE I words(const uint8_t* p, int) const { return load_bytes(p); }
+    MOESTRO_INLINE F powers(const uint8_t* p, Units by) const { return of_unit_powers(p, by); }
+    MOESTRO_INLINE F halves(const uint8_t* p) const { return load_f16(p); }
+};
+
+// The scales of row r from the one `first` on, of a block.
+template <ScalesFrom From, int Parts, class Block>
+MOESTRO_INLINE F unit_scales(const Block& of, const Blocks& from, const Scales& scales, const Units (&by)[Parts], int r,
+                             int64_t first, int part) {
+    if constexpr (From == ScalesFrom::powers) return of.powers(from.scales[r] + first, by[part]) * set1(kE2m1Factor);
+    if constexpr (From == ScalesFrom::halves) return of_units(of.halves(from.scales[r] + 2 * first), by[part]);
     return of_part<Parts>(scales.scale[r] + first, by, part);
 }
 
