@@ -83,6 +83,10 @@ template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
     else return {load_i8(p), load_i8(p + W)};
 }
 
+// Columns of a row that are multiplied before those of the next of four. With vectors of 16 floats four rows in turn are
+// no faster where a cache holds them, and slower where memory does.
+constexpr int kTurn = W < 16 ? 2 * W : 64;
+
 template <Element E, int M> static void group_scaled_bytes(const FourRows& rows, const float* const* scales,
                                                            const float* const* zeros, const float* const* x,
                                                            float* out) {
@@ -103,20 +107,22 @@ template <Element E, int M> static void group_scaled_bytes(const FourRows& rows,
         each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = zero(); });
         int64_t k = start;
         for (; k + 64 <= stop; k += 64) {
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) {
-                if (rows.next[0]) prefetch(rows.next[r] + k);
-                if constexpr (E == Element::e4m3) nan.see(rows.data[r] + k);
-            }
 #pragma GCC unroll 8
-            for (int u = 0; u < 64; u += 2 * W) {
+            for (int begin = 0; begin < 64; begin += kTurn) {
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) {
-                    const Two w = two_of<E>(rows.data[r] + k + u);
+                    if (begin == 0 && rows.next[0]) prefetch(rows.next[r] + k);
+                    if constexpr (E == Element::e4m3) {
+                        if (begin == 0) nan.see(rows.data[r] + k);
+                    }
 #pragma GCC unroll 8
-                    for (int t = 0; t < M; ++t) {
-                        sum[r][t] = fma(w.first, load(x[t] + k + u), sum[r][t]);
-                        sum[r][t] = fma(w.second, load(x[t] + k + u + W), sum[r][t]);
+                    for (int u = begin; u < begin + kTurn; u += 2 * W) {
+                        const Two w = two_of<E>(rows.data[r] + k + u);
+#pragma GCC unroll 8
+                        for (int t = 0; t < M; ++t) {
+                            sum[r][t] = fma(w.first, load(x[t] + k + u), sum[r][t]);
+                            sum[r][t] = fma(w.second, load(x[t] + k + u + W), sum[r][t]);
+                        }
                     }
                 }
             }
