@@ -87,6 +87,30 @@ template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
 // no faster where a cache holds them, and slower where memory does.
 constexpr int kTurn = W < 16 ? 2 * W : 64;
 
+// Adds the products of 64 columns from k on to each row's sums, and sees whether weights among them are NaN.
+template <Element E, int M> MOESTRO_INLINE void add_columns(const FourRows& rows, int64_t k, const float* const* x,
+                                                            F (&sum)[kRows][M], NanOfE4m3& nan) {
+#pragma GCC unroll 8
+    for (int begin = 0; begin < 64; begin += kTurn) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+            if (begin == 0 && rows.next[0]) prefetch(rows.next[r] + k);
+            if constexpr (E == Element::e4m3) {
+                if (begin == 0) nan.see(rows.data[r] + k);
+            }
+#pragma GCC unroll 8
+            for (int u = begin; u < begin + kTurn; u += 2 * W) {
+                const Two w = two_of<E>(rows.data[r] + k + u);
+#pragma GCC unroll 8
+                for (int t = 0; t < M; ++t) {
+                    sum[r][t] = fma(w.first, load(x[t] + k + u), sum[r][t]);
+                    sum[r][t] = fma(w.second, load(x[t] + k + u + W), sum[r][t]);
+                }
+            }
+        }
+    }
+}
+
 template <Element E, int M> static void group_scaled_bytes(const FourRows& rows, const float* const* scales,
                                                            const float* const* zeros, const float* const* x,
                                                            float* out) {
@@ -106,27 +130,7 @@ template <Element E, int M> static void group_scaled_bytes(const FourRows& rows,
         const int64_t stop = start + group < columns ? start + group : columns;
         each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = zero(); });
         int64_t k = start;
-        for (; k + 64 <= stop; k += 64) {
-#pragma GCC unroll 8
-            for (int begin = 0; begin < 64; begin += kTurn) {
-#pragma GCC unroll 4
-                for (int r = 0; r < kRows; ++r) {
-                    if (begin == 0 && rows.next[0]) prefetch(rows.next[r] + k);
-                    if constexpr (E == Element::e4m3) {
-                        if (begin == 0) nan.see(rows.data[r] + k);
-                    }
-#pragma GCC unroll 8
-                    for (int u = begin; u < begin + kTurn; u += 2 * W) {
-                        const Two w = two_of<E>(rows.data[r] + k + u);
-#pragma GCC unroll 8
-                        for (int t = 0; t < M; ++t) {
-                            sum[r][t] = fma(w.first, load(x[t] + k + u), sum[r][t]);
-                            sum[r][t] = fma(w.second, load(x[t] + k + u + W), sum[r][t]);
-                        }
-                    }
-                }
-            }
-        }
+        for (; k + 64 <= stop; k += 64) add_columns<E, M>(rows, k, x, sum, nan);
         for (; k < stop; k += W) {
             const int64_t n = stop - k < W ? stop - k : W;
             each([&](int r, int t) __attribute__((always_inline)) {
