@@ -75,7 +75,7 @@ class SomeOfBlock {
     __mmask64 bytes_[4];
     __mmask16 scales_;
 
-  public:
+public:
     explicit SomeOfBlock(int64_t columns) : scales_(static_cast<__mmask16>((1 << (columns + 31) / 32) - 1)) {
         for (int i = 0; i < 4; ++i) {
             const int64_t n = columns / 2 - 64 * i;

@@ -83,15 +83,15 @@ template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
     else return {load_i8(p), load_i8(p + W)};
 }
 
-// Columns of a row that are multiplied before those of the next of four. With vectors of 16 floats four rows in turn are
-// no faster where a cache holds them, and slower where memory does.
-constexpr int kTurn = W < 16 ? 2 * W : 64;
+// Columns of a row that are multiplied before those of the next of four. With vectors of 16 floats and one token or two
+// four rows in turn are no faster where a cache holds them, and slower where memory does.
+template <int M> constexpr int kTurn = W < 16 || M > 2 ? 2 * W : 64;
 
 // Adds the products of 64 columns from k on to each row's sums, and sees whether weights among them are NaN.
 template <Element E, int M> MOESTRO_INLINE void add_columns(const FourRows& rows, int64_t k, const float* const* x,
                                                             F (&sum)[kRows][M], NanOfE4m3& nan) {
 #pragma GCC unroll 8
-    for (int begin = 0; begin < 64; begin += kTurn) {
+    for (int begin = 0; begin < 64; begin += kTurn<M>) {
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             if (begin == 0 && rows.next[0]) prefetch(rows.next[r] + k);
@@ -99,7 +99,7 @@ template <Element E, int M> MOESTRO_INLINE void add_columns(const FourRows& rows
                 if (begin == 0) nan.see(rows.data[r] + k);
             }
 #pragma GCC unroll 8
-            for (int u = begin; u < begin + kTurn; u += 2 * W) {
+            for (int u = begin; u < begin + kTurn<M>; u += 2 * W) {
                 const Two w = two_of<E>(rows.data[r] + k + u);
 #pragma GCC unroll 8
                 for (int t = 0; t < M; ++t) {

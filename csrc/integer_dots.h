@@ -56,8 +56,7 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const
     int64_t block = 0;
     for (int64_t k = 0; k < stop;) {
         if (!kMasks && k == whole) copy_last<From>(from, k, columns, last, last_scales);
-        for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block)
-            take(k, block, WholeBlock());
+        for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block) take(k, block, WholeBlock());
     }
     if constexpr (kMasks) {
         if (whole < columns) take(whole, block, SomeOfBlock(columns - whole));
