@@ -64,10 +64,10 @@ struct SomeOfBlock {
 inline F to_floats(I a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline I to_integers(F a) { return {_mm256_cvtps_epi32(a.v)}; }
 inline I times_pairs(I a, I b) { return {_mm256_madd_epi16(a.v, b.v)}; }
-inline void integer_sums(I a, I b, I c, I d, int32_t* out) {
+inline void integer_sums(I a, I b, I c, I d, float* out) {
     const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(a.v, b.v), _mm256_hadd_epi32(c.v, d.v));
     const __m128i one = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), one);
+    _mm_storeu_ps(out, _mm_cvtepi32_ps(one));
 }
 inline F absolute(F a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 inline F larger(F a, F b) { return {_mm256_max_ps(a.v, b.v)}; }

@@ -96,14 +96,14 @@ public:
 inline F to_floats(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I to_integers(F a) { return {_mm512_cvtps_epi32(a.v)}; }           // to nearest, ties to even
 inline I times_pairs(I a, I b) { return {_mm512_madd_epi16(a.v, b.v)}; }  // of 16 bits, the products of two added
-// Four sums of lanes.
-inline void integer_sums(I a, I b, I c, I d, int32_t* out) {
+// Four sums of lanes, rounded to floats.
+inline void integer_sums(I a, I b, I c, I d, float* out) {
     const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v));
     const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
     const __m512i four = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
     const __m128i one = _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), one);
+    _mm_storeu_ps(out, _mm_cvtepi32_ps(one));
 }
 inline F absolute(F a) { return {_mm512_abs_ps(a.v)}; }
 inline F larger(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }

@@ -67,8 +67,8 @@ inline I times_pairs(I a, I b) {
     const int16x8_t x = vreinterpretq_s16_s32(a.v), y = vreinterpretq_s16_s32(b.v);
     return {vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y))};
 }
-inline void integer_sums(I a, I b, I c, I d, int32_t* out) {
-    vst1q_s32(out, vpaddq_s32(vpaddq_s32(a.v, b.v), vpaddq_s32(c.v, d.v)));
+inline void integer_sums(I a, I b, I c, I d, float* out) {
+    vst1q_f32(out, vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a.v, b.v), vpaddq_s32(c.v, d.v))));
 }
 inline F absolute(F a) { return {vabsq_f32(a.v)}; }
 inline F larger(F a, F b) { return {vmaxq_f32(a.v, b.v)}; }

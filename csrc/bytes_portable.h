@@ -76,11 +76,13 @@ inline Integers upper_halves(Words a) { return as_signed(a) >> 16; }
 inline I times_pairs(I a, I b) {
     return {reinterpret_cast<Words>(lower_halves(a.v) * lower_halves(b.v) + upper_halves(a.v) * upper_halves(b.v))};
 }
-inline void integer_sums(I a, I b, I c, I d, int32_t* out) {
+inline void integer_sums(I a, I b, I c, I d, float* out) {
     const I all[4] = {a, b, c, d};
     for (int i = 0; i < 4; ++i) {
         const uint32_t sum = all[i].v[0] + all[i].v[1] + all[i].v[2] + all[i].v[3];
-        std::memcpy(out + i, &sum, sizeof sum);
+        int32_t exact;
+        std::memcpy(&exact, &sum, sizeof exact);
+        out[i] = static_cast<float>(exact);
     }
 }
 inline F absolute(F a) { return from_bits(to_bits(a) & 0x7fffffff); }

@@ -47,7 +47,6 @@ struct RowsOfShorts {
     static constexpr int kOffset = 0;
     static constexpr int kTileTokens = 2;
     static constexpr int64_t kMostColumns = 512 * W;  // 256 steps, each of two products of at most 128 * 32,639
-    template <int M> using Total = LanesOfRows<M>;
 
     static void order(const int16_t* from, int copies, int8_t* to) {
         int8_t high[kUnits], low[kUnits];

@@ -14,7 +14,6 @@ struct RowsOfBytes {
     static constexpr int kOffset = kInt8Offset;
     static constexpr int kTileTokens = MOESTRO_ISA::kTileTokens, kUnitTokens = MOESTRO_ISA::kUnitTokens;
     static constexpr int64_t kMostColumns = moestro::kMostInt8Columns;  // of all lanes together
-    template <int M> using Total = SumsOfRows<M>;
 
     static MOESTRO_INLINE void store(int8_t* p, I integers) { store_as_bytes(p, integers); }
     static void order(const int8_t* from, int copies, int8_t* to) { order_bytes(from, copies, kVectorBytes, to); }

@@ -267,7 +267,7 @@ static void tile(const Panel& panel, const float* const* x, float* out) {
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
 }
 
-// The lanes of sums of four rows and M tokens, kept apart where their sum may leave 32 bits.
+// The lanes of sums of four rows and M tokens, as floats where more columns would leave 32 bits.
 template <int M> struct LanesOfRows {
     F lanes[kRows][M];
     MOESTRO_INLINE void clear() {
@@ -282,38 +282,31 @@ template <int M> struct LanesOfRows {
         sums(lanes[0][t], lanes[1][t], lanes[2][t], lanes[3][t], four);
     }
 };
-template <int M> struct SumsOfRows {
-    int32_t exact[M][kRows];
-    MOESTRO_INLINE void clear() {}
-    MOESTRO_INLINE void add(const I (&acc)[kRows][M]) {
-        for (int t = 0; t < M; ++t) integer_sums(acc[0][t], acc[1][t], acc[2][t], acc[3][t], exact[t]);
-    }
-    MOESTRO_INLINE void of_token(int t, float* four) const {
-        for (int r = 0; r < kRows; ++r) four[r] = static_cast<float>(exact[t][r]);
-    }
-};
 
 // Integers all along the row: weights of a scale a row. A lane's sum of kMostColumns does not leave 32 bits.
 template <class Rows, int M>
 static void int8_dots(const FourRows& rows, const float* scales, const float* const* x, float* out) {
     const int8_t* bytes[M];
+#pragma GCC unroll 8
     for (int t = 0; t < M; ++t) bytes[t] = bytes_of_row(x[t]);
-    typename Rows::template Total<M> total;
-    total.clear();
     const uint8_t* from[kRows] = {rows.data[0], rows.data[1], rows.data[2], rows.data[3]};
     alignas(64) uint8_t last[kRows][kVectorBytes];
     const int64_t columns = rows.columns, whole = columns / kVectorBytes * kVectorBytes;
     if (whole < columns)
         for (int r = 0; r < kRows; ++r) copied(rows.data[r] + whole, columns - whole, last[r], kVectorBytes);
-    for (int64_t k = 0; k < columns;) {
-        I acc[kRows][M], w[kRows];
+    constexpr bool kPieces = Rows::kMostColumns < moestro::kMostInt8Columns;
+    LanesOfRows<M> pieces;
+    if constexpr (kPieces) pieces.clear();
+    I acc[kRows][M], w[kRows];
+    int64_t k = 0;
+    do {  // once without pieces: in another kind of loop gcc 12 keeps sums in memory
 #pragma GCC unroll 8
         for (int t = 0; t < M; ++t) {
             const I start = load_bytes(bytes[t] - kHeadBytes + kStartBytes);
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) acc[r][t] = start;
         }
-        const int64_t end = k + Rows::kMostColumns < columns ? k + Rows::kMostColumns : columns;
+        const int64_t end = kPieces && k + Rows::kMostColumns < columns ? k + Rows::kMostColumns : columns;
         for (int64_t stop = end < whole ? end : whole; k < end; stop += kVectorBytes) {
             for (; k < stop; k += kVectorBytes) {
 #pragma GCC unroll 2
@@ -329,13 +322,17 @@ static void int8_dots(const FourRows& rows, const float* scales, const float* co
             }
             for (int r = 0; r < kRows && k == whole; ++r) from[r] = last[r] - whole;
         }
-        total.add(acc);
-    }
+        if constexpr (kPieces) pieces.add(acc);
+    } while (kPieces && k < columns);
+    float own[kRows];  // by themselves, so that a compiler knows that `out` does not change them
+    std::memcpy(own, scales, sizeof own);
+#pragma GCC unroll 8
     for (int t = 0; t < M; ++t) {
         float four[kRows];
-        total.of_token(t, four);
+        if constexpr (kPieces) pieces.of_token(t, four);
+        else integer_sums(acc[0][t], acc[1][t], acc[2][t], acc[3][t], four);
         const float s = scale_of_row(x[t]);
-        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = four[r] * scales[r] * s;
+        for (int r = 0; r < kRows; ++r) out[kRows * t + r] = four[r] * own[r] * s;
     }
 }
 
