@@ -43,12 +43,14 @@ static void residual_rows_of(const FourRows& rows, const float* const* x, int64_
     const float* both[2 * moestro::kTokenBlock];
     float sums[2 * moestro::kTokenBlock * kRows];
     for (int64_t t = 0; t < m; ++t) both[2 * t] = x[t], both[2 * t + 1] = x[t] + step;
-    in_steps(rows, m, out, [&](const FourRows& four, float* to) {
-        Int8Rows(four, both, 2 * m, sums, scratch);
-        for (int64_t t = 0; t < m; ++t)
-            for (int r = 0; r < kRows; ++r)
-                to[kRows * t + r] = sums[2 * kRows * t + r] + sums[2 * kRows * t + kRows + r];
-    });
+    FourRows some = rows;
+    for (int64_t left = rows.steps; left > 0; left -= some.steps) {
+        some.steps = left * m < moestro::kTokenBlock ? left : moestro::kTokenBlock / m;
+        Int8Rows(some, both, 2 * m, sums, scratch);
+        for (int64_t i = 0; i < some.steps * m; ++i, out += kRows)
+            for (int r = 0; r < kRows; ++r) out[r] = sums[2 * kRows * i + r] + sums[2 * kRows * i + kRows + r];
+        for (int64_t i = 0; i < some.steps; ++i) some.go_on();
+    }
 }
 
 static constexpr moestro::RowOps kInt8Residual = {residual_floats, quantize_residual_row, residual_rows_of<int8_rows>,
