@@ -34,6 +34,11 @@ inline void transpose_lanes(I* r) {
     r[2].v = _mm256_unpacklo_epi64(b, d), r[3].v = _mm256_unpackhi_epi64(b, d);
 }
 
+constexpr bool kMasks = false;  // the last block of a row is read from a copy, and no SomeOfBlock is made
+struct SomeOfBlock {
+    explicit SomeOfBlock(int64_t columns);
+};
+
 struct Units {
     __m256i index, exponents;  // by which a lane's scale comes to its highest byte
 };
@@ -55,11 +60,6 @@ inline F of_unit_powers(const uint8_t* p, Units by) {
 }
 inline F of_units(F scales, Units by) { return {_mm256_permutevar8x32_ps(scales.v, by.index)}; }
 inline F of_half_units(const float* p, Units by) { return {_mm256_i32gather_ps(p, by.index, 4)}; }
-
-constexpr bool kMasks = false;  // nothing is loaded but whole vectors
-struct SomeOfBlock {
-    explicit SomeOfBlock(int64_t columns);
-};
 
 inline F to_floats(I a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline I to_integers(F a) { return {_mm256_cvtps_epi32(a.v)}; }

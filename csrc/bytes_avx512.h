@@ -42,34 +42,25 @@ inline void transpose_lanes(I* r) {
 }
 
 // Lane l is scale (32 * unit + 16 * part) / group for the unit that lane stands for; where groups have 16, of 2 * W.
-// `exponents`: the byte of that scale as the highest of the lane, for a shuffle of 16 that every 128-bit lane has.
 struct Units {
-    __m512i index, exponents;
+    __m512i index;
 };
 inline Units units_of(int64_t group, int part) {
     int shift = 4;
     while ((int64_t{1} << shift) < group) ++shift;
     const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i halves = _mm512_add_epi32(_mm512_slli_epi32(lanes, 1), _mm512_set1_epi32(part));
-    const __m512i index = _mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4));
-    return {index, _mm512_or_si512(_mm512_slli_epi32(index, 24), _mm512_set1_epi32(0x808080))};
+    return {_mm512_srl_epi32(halves, _mm_cvtsi32_si128(shift - 4))};
 }
 inline F of_units(F scales, Units by) { return {_mm512_permutexvar_ps(by.index, scales.v)}; }
-// The same of scales e8m0. The exponent of 255 is that of infinity, and one bit more is NaN.
-inline F of_unit_powers(__m128i scales, Units by) {
-    const __m512i e = _mm512_cvtepu8_epi32(scales);
-    const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
-    const __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
-    return of_units({_mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000)))}, by);
-}
-inline F of_unit_powers(const uint8_t* p, Units by) {
-    return of_unit_powers(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), by);
-}
+// The same of scales e8m0.
+inline F of_unit_powers(const uint8_t* p, Units by) { return of_units(load_e8m0(p), by); }
 inline F of_half_units(const float* p, Units by) {
     return {_mm512_permutex2var_ps(_mm512_loadu_ps(p), by.index, _mm512_loadu_ps(p + W))};
 }
 
-// The last block of a row, of which there are `columns` columns, a scale for each 32. Behind them are zeros.
+// The last block of a row, of which there are `columns` columns, a scale for each 32. Behind them are zeros, and ones
+// as scales that are powers: a half of the least is subnormal, which takes longer.
 constexpr bool kMasks = true;
 class SomeOfBlock {
     __mmask64 bytes_[4];
@@ -86,7 +77,7 @@ public:
         return {_mm512_maskz_loadu_epi8(bytes_[i], p)};
     }
     inline __attribute__((always_inline)) F powers(const uint8_t* p, Units by) const {
-        return of_unit_powers(_mm_mask_loadu_epi8(_mm_set1_epi8(127), scales_, p), by);  // no subnormal
+        return of_units(powers_e8m0(_mm_mask_loadu_epi8(_mm_set1_epi8(127), scales_, p)), by);
     }
     inline __attribute__((always_inline)) F halves(const uint8_t* p) const {
         return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(scales_, p))};

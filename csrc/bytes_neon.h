@@ -39,6 +39,11 @@ inline void transpose_lanes(I* r) {
     r[3].v = vcombine_s32(vget_high_s32(a.val[1]), vget_high_s32(b.val[1]));
 }
 
+constexpr bool kMasks = false;  // the last block of a row is read from a copy, and no SomeOfBlock is made
+struct SomeOfBlock {
+    explicit SomeOfBlock(int64_t columns);
+};
+
 struct Units {
     uint8x16_t bytes;
 };
@@ -55,11 +60,6 @@ inline F of_half_units(const float* p, Units by) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(p);
     return {vreinterpretq_f32_u8(vqtbl2q_u8({{vld1q_u8(bytes), vld1q_u8(bytes + 16)}}, by.bytes))};
 }
-
-constexpr bool kMasks = false;  // nothing is loaded but whole vectors
-struct SomeOfBlock {
-    explicit SomeOfBlock(int64_t columns);
-};
 
 inline F to_floats(I a) { return {vcvtq_f32_s32(a.v)}; }
 inline I to_integers(F a) { return {vcvtnq_s32_f32(a.v)}; }

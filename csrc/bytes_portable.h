@@ -47,6 +47,11 @@ inline void transpose_lanes(I* r) {
     for (int i = 0; i < 4; ++i) r[i].v = Words{from[0].v[i], from[1].v[i], from[2].v[i], from[3].v[i]};
 }
 
+constexpr bool kMasks = false;  // the last block of a row is read from a copy, and no SomeOfBlock is made
+struct SomeOfBlock {
+    explicit SomeOfBlock(int64_t columns);
+};
+
 struct Units {
     int index[W];
 };
@@ -64,11 +69,6 @@ inline F of_half_units(const float* p, const Units& by) {
 }
 
 inline Integers as_signed(Words a) { return reinterpret_cast<Integers>(a); }
-constexpr bool kMasks = false;  // nothing is loaded but whole vectors
-struct SomeOfBlock {
-    explicit SomeOfBlock(int64_t columns);
-};
-
 inline F to_floats(I a) { return {__builtin_convertvector(as_signed(a.v), Floats)}; }
 // Of the two signed halves of each word.
 inline Integers lower_halves(Words a) { return as_signed(a << 16) >> 16; }

@@ -55,7 +55,9 @@ MOESTRO_INLINE void walk_units(const FourRows& rows, const Scales& scales, const
     alignas(64) uint8_t last[kRows][kUnits / 2], last_scales[kRows][4 * W];
     int64_t block = 0;
     for (int64_t k = 0; k < stop;) {
-        if (!kMasks && k == whole) copy_last<From>(from, k, columns, last, last_scales);
+        if constexpr (!kMasks) {
+            if (k == whole) copy_last<From>(from, k, columns, last, last_scales);
+        }
         for (const int64_t end = k < whole ? whole : stop; k < end; k += kUnits, ++block) take(k, block, WholeBlock());
     }
     if constexpr (kMasks) {

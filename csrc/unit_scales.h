@@ -101,7 +101,7 @@ template <int Parts> struct PartUnits {
     }
 };
 
-// A block of which there are all columns.
+// A block of which there are all columns, or a copy that was filled up.
 struct WholeBlock {
     MOESTRO_INLINE I words(const uint8_t* p, int) const { return load_bytes(p); }
     MOESTRO_INLINE F powers(const uint8_t* p, Units by) const { return of_unit_powers(p, by); }

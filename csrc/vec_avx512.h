@@ -89,12 +89,13 @@ inline F load_e4m3_parts(const uint8_t* p) {
 }
 inline F load_e4m3(const uint8_t* p) { return load_e4m3_parts(p) * set1(kE4m3Factor); }
 // 2^(e - 127); 255 is NaN.
-inline F load_e8m0(const uint8_t* p) {
-    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+inline F powers_e8m0(__m128i exponents) {
+    const __m512i e = _mm512_cvtepu8_epi32(exponents);
     const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
     const __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
     return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000)))};
 }
+inline F load_e8m0(const uint8_t* p) { return powers_e8m0(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline F load_u8(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
