@@ -84,7 +84,7 @@ template <Element E> MOESTRO_INLINE Two two_of(const uint8_t* p) {
 }
 
 // Columns of a row that are multiplied before those of the next of four. With vectors of 16 floats and one token or two
-// four rows in turn are no faster where a cache holds them, and slower where memory does.
+// four rows in turn are no faster where a cache holds them, and slower where memory does (Zen 4).
 template <int M> constexpr int kTurn = W < 16 || M > 2 ? 2 * W : 64;
 
 // Adds the products of 64 columns from k on to each row's sums, and sees whether weights among them are NaN.

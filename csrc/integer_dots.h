@@ -301,7 +301,7 @@ static void int8_dots(const FourRows& rows, const float* scales, const float* co
     if constexpr (kPieces) pieces.clear();
     I acc[kRows][M], w[kRows];
     int64_t k = 0;
-    do {  // once without pieces: in another kind of loop gcc 12 keeps sums in memory
+    do {  // once without pieces: in a loop that may repeat gcc 12 keeps weights in memory
 #pragma GCC unroll 8
         for (int t = 0; t < M; ++t) {
             const I start = load_bytes(bytes[t] - kHeadBytes + kStartBytes);

@@ -70,6 +70,16 @@ def test_sizes_around_vectors_and_blocks(isa, name):
 
 
 @every_integer_isa
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("num_tokens", [4, 5, 7, 11])
+def test_tokens_among_which_steps_do_not_divide_evenly(isa, name, num_tokens):
+    sizes = problems.Sizes(num_tokens, 256, 512, 2, 1)
+    weights, x = stored_weights(name, sizes, GPT_OSS_SWIGLU), torch.randn(num_tokens, 256).bfloat16()
+    routing = Routing(torch.ones(num_tokens, 1, dtype=torch.long), torch.rand(num_tokens, 1))
+    assert error(run(isa, x, routing, weights), x, routing, weights) < 1.02
+
+
+@every_integer_isa
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "int8"])
 @pytest.mark.parametrize("byte", [0x77, 0x88, 0xFF])
 def test_sums_of_the_largest_codes_and_numbers(isa, name, byte):
