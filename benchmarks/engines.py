@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moestro.bench.peers import PlainRead
 from moestro.errors import UnsupportedError
 from peers import installed
 
@@ -159,11 +160,10 @@ def _weights(model: Any) -> list[torch.Tensor]:
 
 def read_rate(weights: Sequence[torch.Tensor]) -> float:
     """Bytes per second of a plain read of all of them, now, by all of PyTorch's threads."""
+    read = PlainRead(weights)
     start = time.perf_counter()
-    for tensor in weights:
-        nbytes = tensor.reshape(-1).view(torch.uint8)
-        (nbytes.view(torch.int64) if tensor.nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0 else nbytes).sum()
-    return sum(tensor.nbytes for tensor in weights) / (time.perf_counter() - start)
+    read()
+    return read.nbytes / (time.perf_counter() - start)
 
 
 def llama_engine(job: Job) -> Engine:

@@ -44,7 +44,8 @@ def markdown(report: Report) -> str:
 _LEGEND = (
     "Times are medians; variants alternate, those with threads of their own in processes of their own. GB/s counts the",
     "weights of the experts that the routing touches, once, as the variant stores them, scales included; of bw is its",
-    "share of the roof's. GFLOP/s counts",
+    "share of a plain read's at the same point: all threads read the bytes of moestro's weights and compute nothing.",
+    "GFLOP/s counts",
     "6 H I for each (token, expert) pair; of peak is its share of the fma peak from registers, or of the vnni peak",
     "where i8 stands: the variant multiplies int8 numbers. An error is the relative L2 error of the output against the",
     "layer before anything was quantised. Ratios say how many times longer than moestro's first variant of the table",

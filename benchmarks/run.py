@@ -27,7 +27,7 @@ from moestro.bench import LAYERS, Plan, Report, Row, ours, run
 from moestro.bench.failures import DeviceLostError
 from moestro.bench.layers import named
 from moestro.bench.measure import versions
-from moestro.bench.peers import named_peers
+from moestro.bench.peers import named_peers, plain_reads
 from moestro.bench.plot import roofline
 from moestro.errors import MoestroError
 from operations import markdown as op_markdown
@@ -78,6 +78,7 @@ def _layers(options: argparse.Namespace) -> int:
         peers=tuple(named_peers((options.peers or "all").split(","))),
         seconds=options.seconds or 1.0,
     )
+    plan = replace(plan, reads=plain_reads(plan.ours, plan.device))
     report = run(plan, lambda text: print(text, file=sys.stderr))
     report.command = _command()
     _write_layers(options, options.name or "layers", report)

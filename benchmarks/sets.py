@@ -39,6 +39,7 @@ from moestro.bench.layers import (
     named,
 )
 from moestro.bench.measure import about
+from moestro.bench.peers import PlainRead, tensors_of
 from moestro.bench.report import machine_line
 from moestro.bench.timing import alternate, ratio, ratio_text, wall_clock
 from moestro.cli.progress import wide_console
@@ -174,7 +175,7 @@ def _point(
         verdicts[name], made = _checked(name, (x, routings), weights, expected)
         if made:
             calls[name] = made
-    calls[READ] = [partial(read_experts, words_of(weights, routing)) for routing in routings]
+    calls[READ] = [PlainRead(tensors_of(weights, routing)) for routing in routings]
     times = alternate(calls, seconds, wall_clock())
     nbytes = active_experts(routings[0].expert_ids) * weights.bytes_per_expert
     rows = [replace(read, name=name, status=status, reason=reason) for name, (status, reason) in verdicts.items()]
@@ -198,27 +199,6 @@ def _checked(
     else:
         wrong = too_far(calls[0](), expected, LOW_PRECISION_INPUT)
     return (("ok", None), calls) if wrong is None else (("wrong output", wrong), [])
-
-
-def words_of(weights: ExpertWeights, routing: Routing) -> list[Tensor]:
-    """The stored bytes of the experts that a routing names, as flat tensors of words."""
-    experts = sorted({e for e in routing.expert_ids.flatten().tolist() if e >= 0})
-    matrices = [block for e in experts for stored in (weights.gate_up, weights.down) for block in stored.blocks(e)]
-    found = [tensor for matrix in matrices for tensor in matrix.tensors]
-    found += [bias[e] for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None for e in experts]
-    return [_words(tensor) for tensor in found]
-
-
-def _words(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0
-    return flat.view(torch.int64) if whole else flat
-
-
-def read_experts(words: Iterable[Tensor]) -> None:
-    """Read every word once."""
-    for tensor in words:
-        tensor.sum()
 
 
 def timed(row: Row, times: dict[str, list[float]], nbytes: int, first: str | None) -> Row:

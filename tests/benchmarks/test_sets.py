@@ -51,15 +51,6 @@ def test_a_wrong_output_has_no_time(layer, monkeypatch: pytest.MonkeyPatch) -> N
     assert "wrong output" in sets.cells(rows[0])
 
 
-def test_the_read_has_the_bytes_of_the_experts_that_are_routed_to(layer) -> None:
-    _, routings = sets.inputs(layer, 3, 1)
-    for name in ("dense", "int8", "mxfp4") if layer.spec.hidden_size % 32 == 0 else ("dense", "int8"):
-        weights = layer.in_format(name)
-        words = sets.words_of(weights, routings[0])
-        active = len(set(routings[0].expert_ids.flatten().tolist()))
-        assert sum(tensor.nbytes for tensor in words) == active * weights.bytes_per_expert
-
-
 def test_the_command_writes_what_it_prints(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sets, "named", lambda name: tiny("olmoe"))
     path = tmp_path / "sets.json"

@@ -51,8 +51,8 @@ def timer(layer: Layer, num_tokens: int) -> Timer:
 
 def no_room(variant: Variant, layer: Layer) -> str | None:
     """None, or the sentence why memory does not hold what a variant makes of the weights."""
-    if variant.numbers.bits_per_weight is None:
-        return None
+    if variant.numbers.bits_per_weight is None or variant.numbers.reference in layer.quantized:
+        return None  # there is no copy, or it is made already
     weights = 3 * layer.spec.hidden_size * layer.spec.intermediate_size * layer.num_experts
     copy = variant.numbers.bytes_per_expert(layer) * layer.num_experts
     needed = round(copy + weights * variant.numbers.bits_to_prepare / 8) + RESERVE_BYTES
@@ -86,6 +86,8 @@ class Point:
     def judge(self, variant: Variant, bind: Bind | str) -> tuple[Status, str | None]:
         """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`.
 
+        A plain read computes nothing.
+
         `bind` is the sentence why it cannot be called, if it cannot.
         """
         if isinstance(bind, str):
@@ -93,6 +95,8 @@ class Point:
         reason = too_much(variant, self.layer, self.routings[0], self.roof)
         if reason is not None:
             return "skipped", reason
+        if variant in self.place.reads:
+            return "ok", None
         bound = variant.numbers.bound
         expected = zip(self.checked, self.expected(variant.numbers.reference), self.expected(DENSE), strict=True)
         try:
@@ -126,21 +130,31 @@ class Point:
         ratios = {o.name: ratio(own, times[o.name]) for o in self.place.ours if o.name in times}
         first = ratios.get(self.place.ours[0].name) if variant is not self.place.ours[0] else None
         low, middle, high = (None, None, None) if first is None else first
+        computes = variant not in self.place.reads
         return replace(
             row,
             samples=len(own),
             microseconds=seconds * 1e6,
             gigabytes_per_second=nbytes / seconds / 1e9,
-            gigaflops=self.flops / seconds / 1e9,
-            roof_share=self.roof.seconds(self.flops, nbytes) / seconds,
-            bandwidth_share=nbytes / seconds / self.roof.bytes_per_second,
-            peak=peak,
-            peak_share=None if peak is None else self.flops / seconds / self.peaks[peak],
+            gigaflops=self.flops / seconds / 1e9 if computes else None,
+            roof_share=self.roof.seconds(self.flops, nbytes) / seconds if computes else None,
+            bandwidth_share=nbytes / seconds / self._bandwidth(variant, times),
+            peak=peak if computes else None,
+            peak_share=self.flops / seconds / self.peaks[peak] if computes and peak else None,
             ratio=middle,
             ratio_low=low,
             ratio_high=high,
             ratios={name: found.median for name, found in ratios.items()},
         )
+
+    def _bandwidth(self, variant: Variant, times: dict[str, list[float]]) -> float:
+        """Bytes per second of a plain read of the variant's own bytes, or else of moestro's first; or the roof's."""
+        timed = {read.numbers.reference: read for read in self.place.reads if read.name in times}
+        read = timed.get(variant.numbers.reference if variant not in self.place.peers else "")
+        read = read or timed.get(self.place.ours[0].numbers.reference)
+        if read is None:
+            return self.roof.bytes_per_second
+        return self.active * read.numbers.bytes_per_expert(self.layer) / median(times[read.name])
 
 
 def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> list[Row]:

@@ -16,6 +16,7 @@ from moestro.machine import Roof
 BUDGET_SPENT = "the run's time budget was spent before this point"
 
 Status = Literal["ok", "skipped", "wrong output"]
+Kind = Literal["moestro", "read", "peer"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Plan:
         budget: seconds for the whole run, or None. Points share what is left of it; those it does not reach are
             skipped, which their rows say.
         operation: what asks, for errors.
+        reads: plain reads of the weights of `ours` (`peers.plain_reads`), whose bandwidth rows are a share of.
 
     Raises:
         InvalidInputError: nothing to measure, T < 1, seconds <= 0, a dtype that is no float of 16 or 32 bits, or a
@@ -46,6 +48,7 @@ class Plan:
     device: str = "cpu"
     budget: float | None = None
     operation: str = "bench layer"
+    reads: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
         counts = {"layers": self.layers, "token counts": self.tokens, "dtypes": self.dtypes, "variants": self.ours}
@@ -72,7 +75,10 @@ class Plan:
             return tuple(variant for variant in variants if variant.numbers.bits_in(dtype) == bits)
 
         found = dict.fromkeys(variant.numbers.bits_in(dtype) for variant in self.ours)
-        return {bits: replace(self, ours=of(bits, self.ours), peers=of(bits, self.peers)) for bits in found}
+        return {
+            bits: replace(self, ours=of(bits, self.ours), peers=of(bits, self.peers), reads=of(bits, self.reads))
+            for bits in found
+        }
 
     def settings(self) -> dict[str, Any]:
         """What was asked, by name, in plain values."""
@@ -90,7 +96,7 @@ class Plan:
     def points(self) -> list[PlanPoint]:
         """Every point, in the order in which they are measured."""
         return [
-            PlanPoint(spec, dtype, num_tokens, part.ours, part.peers)
+            PlanPoint(spec, dtype, num_tokens, part.ours, part.peers, part.reads)
             for spec in self.layers
             for dtype in self.dtypes
             for part in self.by_bits(dtype).values()
@@ -106,7 +112,7 @@ class Row:
         dtype: of the tokens, and of the weights where they are no quantised ones.
         bits: of a weight, in whole numbers; rows of as many are compared.
         format: how the variant stores its weights.
-        kind: "moestro" or "peer".
+        kind: "moestro", "peer", or "read" for a plain read of the weights that moestro reads.
         status, reason: "ok", or why there is no number.
         num_experts, published_num_experts: experts in memory here, and in the published model.
         active_experts: distinct experts that each routing touches; 0 where the point was not reached.
@@ -114,7 +120,8 @@ class Row:
         gigabytes_per_second: weights of the active experts as the variant stores them, read once, over the time.
         gigaflops: 6 * H * I FLOP for every (token, expert) pair over the time, in 1e9 per second.
         roof_share: the least time at the machine's roof over the time.
-        bandwidth_share: gigabytes_per_second over the roof's.
+        bandwidth_share: gigabytes_per_second over that of a plain read at the same point, of the variant's own bytes or
+            else of those of moestro's first variant; over the roof's where there was none.
         peak, peak_share: gigaflops over a peak of the machine's registers, and which ("vnni" where the variant
             multiplies int8 numbers, else "fma"; on a CUDA device "bf16-mm" for 16-bit x, "fp8-mm" where both are
             fp8); None where that was not measured.
@@ -130,7 +137,7 @@ class Row:
     num_tokens: int
     variant: str
     format: str
-    kind: Literal["moestro", "peer"]
+    kind: Kind
     status: Status
     reason: str | None
     hidden_size: int
@@ -170,7 +177,7 @@ class Row:
             num_tokens=place.num_tokens,
             variant=variant.name,
             format=variant.numbers.name_in(dtype),
-            kind="moestro" if variant in place.ours else "peer",
+            kind="moestro" if variant in place.ours else "read" if variant in place.reads else "peer",
             status="skipped",
             reason=reason,
             hidden_size=spec.hidden_size,
@@ -183,18 +190,22 @@ class Row:
 
 @dataclass(frozen=True)
 class PlanPoint:
-    """Which point of a plan: layer, dtype and tokens, with the variants of moestro and of others that meet there."""
+    """Which point of a plan: layer, dtype and tokens, with the variants of moestro and of others that meet there.
+
+    `reads` read the weights of moestro's and compute nothing.
+    """
 
     spec: LayerSpec
     dtype: torch.dtype
     num_tokens: int
     ours: tuple[Variant, ...]
     peers: tuple[Variant, ...]
+    reads: tuple[Variant, ...] = ()
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All of them, moestro's first."""
-        return (*self.ours, *self.peers)
+        return (*self.ours, *self.reads, *self.peers)
 
     def skipped(self, reason: str) -> list[Row]:
         """A row for each variant, of a point that was not measured."""

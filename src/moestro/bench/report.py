@@ -62,6 +62,9 @@ COLUMNS = {
 }
 """What is measured of a row: its attribute, and how that is written."""
 
+STYLES = {"moestro": "bold", "read": "dim", "peer": None}
+"""Of the lines of each kind of row."""
+
 
 def tables(report: Report) -> list[Table]:
     """One table per layer, dtype and bits for `rich.print`. The last column is time over moestro's, with quartiles."""
@@ -76,7 +79,7 @@ def tables(report: Report) -> list[Table]:
             table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
         table.add_column(f"time / {rows[0].variant}'s", justify="right", no_wrap=True)
         for row in rows:
-            style = "bold" if row.kind == "moestro" else "red" if row.status == "wrong output" else None
+            style = "red" if row.status == "wrong output" else STYLES[row.kind]
             table.add_row(
                 str(row.num_tokens),
                 row.variant,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,7 @@ def layer(
 
     from moestro.bench import LAYERS, Plan, ours, run
     from moestro.bench.layers import named
-    from moestro.bench.peers import named_peers, outside
+    from moestro.bench.peers import named_peers, outside, plain_reads
 
     names = _split(*(layers or ["olmoe"]))
     with refusals():
@@ -80,6 +81,7 @@ def layer(
             device=device,
             budget=QUICK_BUDGET if quick else None,
         )
+        plan = replace(plan, reads=plain_reads(plan.ours, plan.device))
         with points(len(plan.points())) as on_point:
             report = run(plan, on_point)
     if peers == "all" and (why := outside.missing()) is not None:

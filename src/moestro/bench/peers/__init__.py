@@ -5,12 +5,27 @@ from __future__ import annotations
 from moestro.bench.layers import DENSE
 from moestro.bench.peers import outside
 from moestro.bench.peers.ours import ours
+from moestro.bench.peers.plain_read import PlainRead, plain_reads, tensors_of
 from moestro.bench.peers.torch_grouped import TORCH_GROUPED
 from moestro.bench.peers.transformers_experts import TRANSFORMERS
 from moestro.bench.peers.variant import Bind, Call, Cost, Numbers, Variant
 from moestro.errors import not_one_of
 
-__all__ = ["DENSE", "PEERS", "Bind", "Call", "Cost", "Numbers", "Variant", "known_peers", "named_peers", "ours"]
+__all__ = [
+    "DENSE",
+    "PEERS",
+    "Bind",
+    "Call",
+    "Cost",
+    "Numbers",
+    "PlainRead",
+    "Variant",
+    "known_peers",
+    "named_peers",
+    "ours",
+    "plain_reads",
+    "tensors_of",
+]
 
 PEERS = {p.name: p for p in (*TRANSFORMERS, TORCH_GROUPED)}
 """Those in the package by name: all of Transformers' implementations first."""
