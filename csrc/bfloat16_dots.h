@@ -9,10 +9,8 @@ namespace MOESTRO_ISA {
 constexpr int kDotTokens = 4;        // of which four rows of weights have their sums in registers
 constexpr int64_t kDotColumns = 32;  // of a vector
 
-static int64_t bfloat16_row_floats(Element, int64_t columns) { return round_up(columns, kDotColumns) / 2; }
-
 // Rounds a row to bfloat16; zeros behind its last column.
-static bool bfloat16_row(Element, int64_t columns, int64_t, const float* from, float* to) {
+static void bfloat16_row(int64_t columns, const float* from, float* to) {
     for (int64_t k = 0; k < columns; k += kDotColumns, to += kDotColumns / 2) {
         const auto some = [&](int64_t first) {
             const int64_t n = columns - first;
@@ -21,7 +19,6 @@ static bool bfloat16_row(Element, int64_t columns, int64_t, const float* from, f
         };
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(some(k + W), some(k)));
     }
-    return true;
 }
 
 template <int M> static void bfloat16_dots(const FourRows& rows, const float* const* x, float* out) {
@@ -60,7 +57,7 @@ template <int M> static void bfloat16_dots(const FourRows& rows, const float* co
     for (int t = 0; t < M; ++t) sums({sum[0][t]}, {sum[1][t]}, {sum[2][t]}, {sum[3][t]}, out + kRows * t);
 }
 
-static void four_bfloat16_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float*) {
+static void four_bfloat16_rows(const FourRows& rows, const float* const* x, int64_t m, float* out) {
     in_steps(rows, m, out, [&](const FourRows& four, float* to) {
         for (int64_t t = 0, n = 0; t < m; t += n) {
             n = next_tile(m - t, kDotTokens);
@@ -72,9 +69,5 @@ static void four_bfloat16_rows(const FourRows& rows, const float* const* x, int6
         }
     });
 }
-
-static int64_t no_scratch(int64_t) { return 0; }
-
-static const moestro::RowOps kBfloat16 = {bfloat16_row_floats, bfloat16_row, four_bfloat16_rows, no_scratch};
 
 }  // namespace MOESTRO_ISA

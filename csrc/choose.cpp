@@ -50,7 +50,10 @@ const Rule kRules[kNumKernels] = {
     {Kernel::int16_dots, "int16 dots", [](const Case& c) { return c.input == Input::int16; },
      [] { return std::string("the same on avx2, which has no products of bytes with sums of 32 bits"); }},
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
-     [] { return std::string("tokens and both projections in bfloat16 (avx512-bf16, neon-i8mm)"); }},
+     [] {
+         return std::string(
+             "tokens and both projections in bfloat16 (avx512-bf16, neon-i8mm), or projections in e4m3 (avx512-bf16)");
+     }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
          return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
@@ -103,8 +106,12 @@ int64_t fewest_tiled(const TileOps& tiles, const Projection& p, Input input) {
     return 1;
 }
 
-bool is_bfloat16(const FloatArray& x, const Projection& p) {
-    return x.dtype == Element::bf16 && p.element == Element::bf16;
+// Whether rows of bfloat16 meet the weights as they are.
+bool takes_bfloat16(const Isa& isa, const FloatArray& x, const Projection& p) {
+    if (!isa.bfloat16 || x.dtype != Element::bf16) return false;
+    const int64_t e4m3 = isa.bfloat16->e4m3_columns;
+    return p.element == Element::bf16 ||
+           (p.element == Element::e4m3 && e4m3 && (p.group_columns == 0 || p.group_columns == e4m3));
 }
 
 bool takes_int8(const Projection& p) {
@@ -127,13 +134,13 @@ Kernel choose(const Case& asked) {
 }
 
 Input input_of(const Isa& isa, const LinearCall& call) {
-    if (isa.bfloat16 && is_bfloat16(call.x, call.weights)) return Input::bfloat16;
+    if (takes_bfloat16(isa, call.x, call.weights)) return Input::bfloat16;
     return input_of_integers(isa, call.x.dtype != Element::f32 && takes_int8(call.weights) && !call.same_bits);
 }
 
 Input input_of(const Isa& isa, const Call& call) {
     if (call.int8_input) return Input::int8;
-    if (isa.bfloat16 && is_bfloat16(call.x, call.gate_up) && is_bfloat16(call.x, call.down)) return Input::bfloat16;
+    if (takes_bfloat16(isa, call.x, call.gate_up) && takes_bfloat16(isa, call.x, call.down)) return Input::bfloat16;
     const bool can = call.x.dtype != Element::f32 && takes_int8(call.gate_up) && takes_int8(call.down);
     return input_of_integers(isa, can && !call.same_bits);
 }

@@ -185,7 +185,7 @@ constexpr int kInt8TileRows = 32;
 
 // Rows of another kind than floats and their products: of 8-bit integers, each with one scale
 // (docs/reference/expert_weights.md), for weights that are integers, i8 with one scale a row, or nibbles; of bfloat16
-// for weights of bfloat16. Such a row takes the place of a row of floats, laid out for the weights.
+// for weights of bfloat16, and maybe of e4m3. Such a row takes the place of a row of floats, laid out for the weights.
 struct RowOps {
     int64_t (*row_floats)(Element weights, int64_t columns);
     // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay
@@ -195,6 +195,7 @@ struct RowOps {
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
     int64_t (*scratch_floats)(int64_t columns);
     const Int8TileOps* tiles = nullptr;
+    int64_t e4m3_columns = 0;  // of a group of e4m3 that rows of bfloat16 meet too; 0: they do not
 };
 // What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
 // which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.

@@ -3,7 +3,7 @@
 #define MOESTRO_ISA moestro_avx512_bf16
 #include "../bytes_avx512.h"
 #include "../bfloat16_tiles.h"
-#include "../bfloat16_dots.h"
+#include "../e4m3_dots.h"
 #include "../eight_rows.h"
 #include "../int8_residual.h"
 
@@ -116,7 +116,7 @@ constexpr moestro::Isa make_isa() {
     isa.four_rows = four_rows;
     isa.eight_rows = eight_rows;
     isa.tiles = &kTileOps;
-    isa.bfloat16 = &kBfloat16;
+    isa.bfloat16 = &kPairs;
     isa.int8_residual = &kInt8Residual;
     return isa;
 }
