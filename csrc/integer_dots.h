@@ -147,13 +147,13 @@ static void few(FourRows rows, const Scales& scales, const float* const* x, floa
     const int64_t row_bytes = padded_columns(E, rows.columns) * Rows::kVectors;
     const PartUnits<Parts> units(scales.group);
     const int8_t* bytes[M];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < M; ++t) bytes[t] = bytes_of_row(x[t]);
     for (int64_t step = 0; step < rows.steps; ++step, rows.go_on(), out += kRows * M) {
         F sum[kRows][M];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int t = 0; t < M; ++t) sum[r][t] = zero();
         }
         walk_units<E, Parts, From>(
@@ -165,20 +165,20 @@ static void few(FourRows rows, const Scales& scales, const float* const* x, floa
                     const auto own = [&](int t) __attribute__((always_inline)) {
                         return starts_of<Rows>(bytes[t] + row_bytes, block * Parts + p);
                     };
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int t = 0; t < M; ++t) acc[t] = start_of<Rows, E>(own(t));
 #pragma GCC unroll 8
                     for (int i = p * 8 / Parts; i < (p + 1) * 8 / Parts; ++i) {
                         const I w = code_at<E>(words, i);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                         for (int t = 0; t < M; ++t) acc[t].add(w, Rows::take(bytes[t] + (block * 8 + i) * kStep));
                     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int t = 0; t < M; ++t)
                         sum[r][t] = fma(end_of<Rows, E>(acc[t], own(t), zeros[p]), s[p], sum[r][t]);
                 }
             });
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
     }
 }
