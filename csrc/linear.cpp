@@ -127,14 +127,13 @@ private:
             rows.decoded = float_kernel == Kernel::decoded_dots;
             if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
             if (integers < m) isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
-            const float* sums = part.sums;
-            for (int64_t s = 0; s < rows.steps; ++s, at += 4, sums += 4 * m) {
-                ReadRow four[4];
-                rows_of_step(*reader.range, at, four);
-                for (int64_t j = 0; j < 4; ++j)
-                    for (int64_t r = 0; four[j].counts && r < m; ++r)
-                        part.out[row_of[r] * kChunk + four[j].column] = sums[4 * r + j];
-            }
+            ReadRow four[4];
+            rows_of_step(*reader.range, at, four);
+            for (int64_t j = 0; j < 4; ++j)
+                for (int64_t s = 0; s < rows.steps && four[j].counts; ++s)
+                    for (int64_t r = 0; r < m; ++r)
+                        part.out[row_of[r] * kChunk + four[j].column + s] = part.sums[4 * (m * s + r) + j];
+            at += 4 * rows.steps;
         }
     }
 

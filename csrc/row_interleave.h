@@ -47,6 +47,13 @@ template <int N> inline void interleave(const Chunk& chunk, int64_t column, Read
     }
 }
 
+// The row that is read in place of `at` so many steps in line behind its own.
+inline ReadRow behind(const Chunk& chunk, const ReadRow& at, int64_t steps) {
+    if (!chunk.alternate) return {at.row + steps, at.column + steps, at.up, at.counts};
+    const int64_t index = 2 * at.column + at.up + steps;
+    return {at.row + steps, index >> 1, (index & 1) != 0, at.counts};
+}
+
 // How many steps of four rows, from that of `column` on, read the row behind each of those of the step before.
 inline int64_t steps_in_line(const Chunk& chunk, int64_t column) {
     const int doubled = chunk.alternate, halved = chunk.up_distance != 0, each = 4 >> halved;

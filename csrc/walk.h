@@ -77,6 +77,8 @@ private:
     Block block_of(const Active& active, int64_t first, int64_t m, bool down) const;
     Products products(const Projection& p, const Active& active, const Block& block, int64_t m, const Room& room) const;
     int64_t multiply(const Products& products, Reader& reader, int64_t column, int64_t m, const Room& room) const;
+    template <class Put> void each_sum(const Products& products, const Range& range, int64_t i, int64_t steps,
+                                       int64_t m, const Room& room, Put put) const;
     void count(const Products& products, const Reader& reader, int64_t m) const;
     template <int N>
     void describe(const Products& products, Reader& reader, int64_t column, int64_t most, FourRows* rows) const;

@@ -136,6 +136,17 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
     return 1;
 }
 
+// Calls put(row of weights, the first token's sum with it) for each row of the steps from column i on.
+template <class Put> void Walk::each_sum(const Products& products, const Range& range, int64_t i, int64_t steps,
+                                         int64_t m, const Room& room, Put put) const {
+    ReadRow at[kInt8TileRows];
+    rows_of(products, range, i, at);
+    const Chunk chunk = chunk_of(range, i);
+    for (int64_t j = 0; j < products.rows; ++j)
+        for (int64_t s = 0; s < steps && at[j].counts; ++s)
+            put(behind(chunk, at[j], s), room.sums + products.rows * m * s + j);
+}
+
 // Adds the bias of n outputs of an expert, the first of them given, to each of m rows of sums.
 void Walk::add_bias(const FloatArray& bias, int64_t expert, int64_t first, int64_t n, int64_t m, float* const* sums) {
     float values[kChunk];
@@ -173,15 +184,11 @@ void Walk::gate_up(const Active& active, Reader& reader, int64_t first, int64_t 
         const int64_t stop = std::min(c + kChunk, range.last);
         for (int64_t i = c; i < stop;) {
             const int64_t steps = multiply(all, reader, i, m, room);
-            const float* sums = room.sums;
-            for (int64_t s = 0; s < steps; ++s, i += step, sums += all.rows * m) {
-                ReadRow at[kInt8TileRows];
-                rows_of(all, range, i, at);
-                for (int64_t j = 0; j < all.rows; ++j) {
-                    float* to = (at[j].up ? room.up : room.gate) + at[j].column;
-                    for (int64_t t = 0; t < m && at[j].counts; ++t) to[t * kChunk] = sums[all.rows * t + j];
-                }
-            }
+            each_sum(all, range, i, steps, m, room, [&](const ReadRow& row, const float* sums) {
+                float* const to = (row.up ? room.up : room.gate) + row.column;
+                for (int64_t t = 0; t < m; ++t) to[t * kChunk] = sums[all.rows * t];
+            });
+            i += steps * step;
         }
         add_gate_up_bias(active.expert, c, stop - c, m, room);
         activate(range, c, block, m, room);
@@ -206,14 +213,10 @@ void Walk::down(const Active& active, Reader& reader, int64_t first, int64_t m, 
     const Products all = products(call_.down, active, block, m, room);
     for (int64_t i = range.first; i < range.last;) {
         const int64_t steps = multiply(all, reader, i, m, room);
-        const float* sums = room.sums;
-        for (int64_t s = 0; s < steps; ++s, i += all.rows, sums += all.rows * m) {
-            ReadRow at[kInt8TileRows];
-            rows_of(all, range, i, at);
-            for (int64_t j = 0; j < all.rows; ++j)
-                for (int64_t t = 0; t < m && at[j].counts; ++t)
-                    y_[block.row[t] * y_stride_ + at[j].row] = sums[all.rows * t + j];
-        }
+        each_sum(all, range, i, steps, m, room, [&](const ReadRow& row, const float* sums) {
+            for (int64_t t = 0; t < m; ++t) y_[block.row[t] * y_stride_ + row.row] = sums[all.rows * t];
+        });
+        i += steps * all.rows;
     }
     if (!call_.down_bias.data) return;
     for (int64_t i = range.first; i < range.last; i += kChunk) {
