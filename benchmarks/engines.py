@@ -247,7 +247,8 @@ def take_turn(job: Job) -> Turn:
         np.save(job.logits, engine.logits(job.ids))
     if job.repeats:
         engine.generate(job.ids, job.new_tokens)
-        read_rate(engine.weights)  # pages of mapped files that no token has touched yet
+        if engine.weights:
+            read_rate(engine.weights)  # pages of mapped files that no token has touched yet
     for _ in range(job.repeats):
         start = time.perf_counter()
         turn.ids, times = engine.generate(job.ids, job.new_tokens)

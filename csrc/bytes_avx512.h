@@ -8,6 +8,7 @@ namespace MOESTRO_ISA {
 constexpr int kTileTokens = 6;  // 4 * 6 sums, 4 vectors of weights and a token's in 32 registers
 constexpr int kUnitTokens = 3;
 constexpr int kFewUnitTokens = 8;  // of one that decodes its weights in registers
+// Of eight tokens 32 sums of floats do not fit into registers; each is used once for 512 columns.
 
 inline I load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_bytes(void* p, I a) { _mm512_storeu_si512(p, a.v); }

@@ -52,7 +52,9 @@ const Rule kRules[kNumKernels] = {
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
      [] {
          return std::string(
-             "tokens and both projections in bfloat16 (avx512-bf16, neon-i8mm), or projections in e4m3 (avx512-bf16)");
+             "tokens in bfloat16, and each projection in bfloat16 (avx512-bf16, neon-i8mm) or, with one scale a row or "
+             "for "
+             "128 columns, in e4m3 (avx512-bf16)");
      }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
@@ -211,8 +213,8 @@ std::vector<TileRule> tile_rules() {
         found.push_back({weights, each.floats, each.int8_residual});
     }
     found.push_back({"every other", 1, 1});
-    found.push_back({"avx512-bf16: bfloat16", kFewestBesideBfloat16, kFewestBesideBfloat16});
-    found.push_back({"avx512-bf16: packed", kFewestOfVectors, kFewestBesideResidual});
+    found.push_back({"avx512-bf16: bfloat16 and e4m3", kFewestBesideBfloat16, kFewestBesideBfloat16});
+    found.push_back({"avx512-bf16: others", kFewestOfVectors, kFewestBesideResidual});
     return found;
 }
 

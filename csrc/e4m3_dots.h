@@ -1,5 +1,5 @@
 // Rows of bfloat16 times weights of e4m3 by dot products of pairs: each code becomes a bfloat16 in two look-ups, one of
-// its upper byte and one of its lower. Included after bfloat16_dots.h.
+// its upper byte and one of its lower.
 //
 // A vector of 64 codes becomes two of pairs, the lower and the upper halves of its 128-bit lanes, so rows lie in that
 // order. A sum runs over the columns in the same order whatever the number of tokens.
@@ -131,7 +131,8 @@ static void e4m3_dots(const FourRows& rows, const float* const* scales, const fl
         step(whole, [&](const uint8_t* p, int i)
                         __attribute__((always_inline)) { return _mm512_maskz_loadu_epi8(masks[i], p); });
     }
-    constexpr float kBack = static_cast<float>(1 << kDownBy) / kE4m3Factor;  // which read_groups multiplies scales by
+    constexpr float kBack =
+        static_cast<float>(1 << kDownBy) / kE4m3Factor;  // scales are multiplied by the latter already
 #pragma GCC unroll 4
     for (int t = 0; t < M; ++t) {
         float* const four = out + kRows * t;

@@ -12,7 +12,7 @@ struct Piece {
 };
 
 // Reads every byte of the pieces once. Threads take parts of them in order, and read each as four streams at once. What
-// is returned depends on every byte, so that no read is left out.
+// is returned depends on every byte, but for memory that is listed twice, so that no read is left out.
 uint64_t plain_read(const std::vector<Piece>& pieces, int num_threads);
 
 }  // namespace moestro

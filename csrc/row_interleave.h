@@ -48,7 +48,7 @@ template <int N> inline void interleave(const Chunk& chunk, int64_t column, Read
 }
 
 // The row that is read in place of `at` so many steps in line behind its own.
-inline ReadRow behind(const Chunk& chunk, const ReadRow& at, int64_t steps) {
+inline ReadRow in_line_behind(const Chunk& chunk, const ReadRow& at, int64_t steps) {
     if (!chunk.alternate) return {at.row + steps, at.column + steps, at.up, at.counts};
     const int64_t index = 2 * at.column + at.up + steps;
     return {at.row + steps, index >> 1, (index & 1) != 0, at.counts};

@@ -136,7 +136,8 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
     return 1;
 }
 
-// Calls put(row of weights, the first token's sum with it) for each row of the steps from column i on.
+// Calls put(row of weights, the first token's sum with it) for each row of the steps from column i on. The next
+// token's is as many floats behind as a step has rows.
 template <class Put> void Walk::each_sum(const Products& products, const Range& range, int64_t i, int64_t steps,
                                          int64_t m, const Room& room, Put put) const {
     ReadRow at[kInt8TileRows];
@@ -144,7 +145,7 @@ template <class Put> void Walk::each_sum(const Products& products, const Range& 
     const Chunk chunk = chunk_of(range, i);
     for (int64_t j = 0; j < products.rows; ++j)
         for (int64_t s = 0; s < steps && at[j].counts; ++s)
-            put(behind(chunk, at[j], s), room.sums + products.rows * m * s + j);
+            put(in_line_behind(chunk, at[j], s), room.sums + products.rows * m * s + j);
 }
 
 // Adds the bias of n outputs of an expert, the first of them given, to each of m rows of sums.

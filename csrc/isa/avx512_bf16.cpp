@@ -82,6 +82,12 @@ template <int Tiles> static void add_scaled(const Packed& p, int64_t group, cons
         }
 }
 
+// Blocks of a panel whose columns share their scales.
+MOESTRO_INLINE int64_t blocks_of_group(const Packed& p) {
+    const bool fits = p.group % kColumns == 0 && (p.group % kPanel == 0 || kPanel % p.group == 0);
+    return fits ? (p.group < kPanel ? p.group : kPanel) / kColumns : 1;
+}
+
 template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
                                                                bool keep, const uint32_t* x, int64_t step, float* c) {
     constexpr int64_t kApart = 2 * kTileWords, kBlockWords = 2 * kTile * kColumns;
@@ -89,6 +95,7 @@ template <int Tiles, class Decoder> static void packed_product(const Decoder& de
     const int width = p.rows->width;
     const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords, in_panel = kPanel / kColumns;
     const bool by_group = p.scaled == Scaled::group;
+    const int64_t in_group = by_group ? blocks_of_group(p) : 1;
     alignas(64) float sums[Tiles * kApart];
     std::memset(c, 0, sizeof sums);
     for (int64_t k = 0; k < blocks; k += in_panel) {
@@ -97,11 +104,12 @@ template <int Tiles, class Decoder> static void packed_product(const Decoder& de
         for (int64_t b = k; b < k + in_panel && b < blocks; ++b) {
             const auto* tile = reinterpret_cast<const uint8_t*>(panel + (b - k) * kBlockWords);
             float* const to = by_group ? sums : c;
-            if (by_group) std::memset(sums, 0, sizeof sums);
+            if (by_group && (b - k) % in_group == 0) std::memset(sums, 0, sizeof sums);
             for (int r = 0; r < 2 * kTile; r += kOnce)
                 add_block_products<Tiles>(tile + r * 64, 64, 1, x + b * kTile * width, width, step, to + r * kTile,
                                           kApart);
-            if (by_group) add_scaled<Tiles>(p, b * kColumns / p.group, sums, c);
+            const bool ends = (b - k + 1) % in_group == 0 || b + 1 == blocks;
+            if (by_group && ends) add_scaled<Tiles>(p, b * kColumns / p.group, sums, c);
         }
     }
 }

@@ -11,6 +11,7 @@ from moestro.bench import PEERS, Plan, make_layer, ours, run
 from moestro.bench.layers import inputs
 from moestro.bench.peers import PlainRead, plain_reads, tensors_of
 from moestro.bench.point import no_room
+from moestro.errors import UnsupportedError
 from moestro.machine import Roof
 from moestro.ops import native
 
@@ -64,11 +65,16 @@ def test_it_has_the_bytes_of_the_experts_that_are_routed_to(tiny, name: str, for
     assert PlainRead(tensors_of(weights, routings[0])).nbytes == active * weights.bytes_per_expert
 
 
-def test_rows_that_are_not_contiguous_are_read_one_by_one() -> None:
-    matrix = torch.randn(6, 40)[:, :33]
-    read = PlainRead([matrix, matrix[0]])
-    assert read._pieces == [*((row.data_ptr(), row.nbytes) for row in matrix), (matrix.data_ptr(), 33 * 4)]
-    read()
+def test_what_is_no_piece_of_memory_is_refused() -> None:
+    matrix = torch.randn(6, 40)
+    for whole in (matrix, matrix.t(), matrix[1:3]):
+        read = PlainRead([whole])
+        assert read.nbytes == whole.nbytes
+        read()
+    with pytest.raises(UnsupportedError, match="there are gaps between its values"):
+        PlainRead([matrix, matrix[:, :33]])
+    with pytest.raises(UnsupportedError, match="meta"):
+        PlainRead([torch.empty(3, device="meta")])
 
 
 def test_rows_of_a_table_are_a_share_of_it(tiny, known_roof: Roof) -> None:
@@ -86,6 +92,7 @@ def test_rows_of_a_table_are_a_share_of_it(tiny, known_roof: Roof) -> None:
         for name, read in {**of, **{name: name for name in reads}}.items():
             rate = rows[read].gigabytes_per_second
             assert rows[name].bandwidth_share == pytest.approx(rows[name].gigabytes_per_second / rate)
+            assert rows[name].bandwidth_of == read
         for name, row in reads.items():
             assert (row.status, row.bandwidth_share) == ("ok", pytest.approx(1.0))
             assert row.gigaflops is row.roof_share is row.peak_share is row.error is None
@@ -97,10 +104,20 @@ def test_there_is_none_on_an_accelerator() -> None:
     assert plain_reads((ours(),), "cuda") == ()
 
 
-def test_it_needs_no_room_for_a_copy_that_is_there(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_makes_no_copy_of_the_weights(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(replace(tiny("olmoe"), hidden_size=64, intermediate_size=32), torch.float32, 6)
-    (read,) = plain_reads((ours("auto", "int8"),), "cpu")
+    mine = ours("auto", "int8")
+    (read,) = plain_reads((mine,), "cpu")
+    with pytest.raises(UnsupportedError, match="no weights in int8"):
+        read.prepare(layer)
+    weights = layer.in_format("int8")
     monkeypatch.setattr("moestro.machine.available_bytes", lambda device="cpu": 0)
-    assert "for a copy" in str(no_room(read, layer))
-    layer.in_format("int8")
     assert no_room(read, layer) is None
+    assert "for a copy" in str(no_room(mine, layer))
+    assert read.numbers.bytes_per_expert(layer) == weights.bytes_per_expert
+
+
+def test_where_there_is_none_shares_are_of_the_roof(tiny, known_roof: Roof) -> None:
+    spec = replace(tiny("olmoe"), hidden_size=64, intermediate_size=32)
+    report = run(Plan((spec,), (1,), (torch.bfloat16,), (ours(),), (), seconds=1e-4))
+    assert [row.bandwidth_of for row in report.rows] == ["roof"]

@@ -79,9 +79,9 @@ def test_the_same_bits_alone_and_among_few_on_any_number_of_threads(isa, name):
 
 
 @every_isa
-def test_poison_and_infinity_stay_where_they_are(isa):
-    x, _ = problem()
-    weights = problems.weights(SIZES, Activation(), torch.bfloat16, bias=True)
+@every_format
+def test_poison_and_infinity_stay_where_they_are(isa, name):
+    x, weights = problem(name=name, activation=Activation())
     routing = Routing(torch.tensor([[0, 1], [1, 3]]).repeat(6, 1), torch.rand(12, 2))
     clean = run(isa, x, routing, weights)
     poison(weights.gate_up, 2)
@@ -105,7 +105,7 @@ def test_projections_of_two_formats(isa, first, second):
 @every_isa
 @pytest.mark.parametrize("name", E4M3)
 def test_every_code_of_e4m3(isa, name):
-    """One column after the other is all that a token has, so each output is one weight."""
+    """A row of down has one code in all of its 256 columns, and h is 2^-8 in each: an output is the code's value."""
     sizes = problems.Sizes(1, 256, 256, 1, 1)
     weights = stored_weights(name, sizes, Activation("identity", gated=False), bias=False)
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -118,7 +118,7 @@ def test_every_code_of_e4m3(isa, name):
         down=replace(weights.down, data=down.t().contiguous()[None], scales=ones["down"]),
     )
     x, routing = torch.zeros(1, 256).bfloat16(), Routing(torch.zeros(1, 1).long(), torch.ones(1, 1))
-    x[0, 0] = 2.0**-8  # of 256 equal columns
+    x[0, 0] = 2.0**-8
     y = run(isa, x, routing, weights)[0]
     assert torch.equal(y.isnan(), codes.float().isnan())
     finite = ~y.isnan()
@@ -139,9 +139,10 @@ def test_sums_of_e4m3_that_leave_a_float_before_scales_bring_them_back(isa, name
 
 
 @every_isa
-def test_values_at_the_ends_of_bfloat16(isa):
+@every_format
+def test_values_at_the_ends_of_bfloat16(isa, name):
     """Large values stay finite, and those too small for a normal number are zero."""
-    x, weights = problem(replace(SIZES, num_tokens=3), Activation())
+    x, weights = problem(replace(SIZES, num_tokens=3), Activation(), name)
     routing = problems.routing(replace(SIZES, num_tokens=3), kind="full")
     assert run(isa, 1e18 * x, routing, weights).isfinite().all()
     tiny = torch.full_like(x, 1e-39)

@@ -177,7 +177,7 @@ def test_scales_far_apart(isa):
 @pytest.mark.parametrize("isa", RUNNING + TILED, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("name", ["int8", "fp8-e4m3-b128", "mxfp4", "int4-g32"])
 def test_one_row_is_computed_another_way_than_with_the_same_bits_for_all(isa, name):
-    """Otherwise nothing in this file tests what it says; what meets bfloat16 as it is has one way."""
+    """Otherwise nothing in this file tests what it says; bfloat16 dots have the same bits for all."""
     sizes = problems.Sizes(1, 256, 256, 2, 1)
     x, routing = torch.randn(1, 256).bfloat16().float(), Routing(torch.tensor([[1]]), torch.ones(1, 1))
     x = x.bfloat16() if isa.multiplies_bfloat16 else x

@@ -51,8 +51,8 @@ def timer(layer: Layer, num_tokens: int) -> Timer:
 
 def no_room(variant: Variant, layer: Layer) -> str | None:
     """None, or the sentence why memory does not hold what a variant makes of the weights."""
-    if variant.numbers.bits_per_weight is None or variant.numbers.reference in layer.quantized:
-        return None  # there is no copy, or it is made already
+    if variant.numbers.bits_per_weight is None:
+        return None
     weights = 3 * layer.spec.hidden_size * layer.spec.intermediate_size * layer.num_experts
     copy = variant.numbers.bytes_per_expert(layer) * layer.num_experts
     needed = round(copy + weights * variant.numbers.bits_to_prepare / 8) + RESERVE_BYTES
@@ -86,7 +86,7 @@ class Point:
     def judge(self, variant: Variant, bind: Bind | str) -> tuple[Status, str | None]:
         """Whether a variant fits, runs, and computes the layer; what its output is off by is kept in `errors`.
 
-        A plain read computes nothing.
+        A plain read, which computes nothing, is not called: it is "ok" where it fits.
 
         `bind` is the sentence why it cannot be called, if it cannot.
         """
@@ -131,6 +131,7 @@ class Point:
         first = ratios.get(self.place.ours[0].name) if variant is not self.place.ours[0] else None
         low, middle, high = (None, None, None) if first is None else first
         computes = variant not in self.place.reads
+        of, bandwidth = self._bandwidth(variant, times)
         return replace(
             row,
             samples=len(own),
@@ -138,7 +139,8 @@ class Point:
             gigabytes_per_second=nbytes / seconds / 1e9,
             gigaflops=self.flops / seconds / 1e9 if computes else None,
             roof_share=self.roof.seconds(self.flops, nbytes) / seconds if computes else None,
-            bandwidth_share=nbytes / seconds / self._bandwidth(variant, times),
+            bandwidth_share=nbytes / seconds / bandwidth,
+            bandwidth_of=of,
             peak=peak if computes else None,
             peak_share=self.flops / seconds / self.peaks[peak] if computes and peak else None,
             ratio=middle,
@@ -147,14 +149,14 @@ class Point:
             ratios={name: found.median for name, found in ratios.items()},
         )
 
-    def _bandwidth(self, variant: Variant, times: dict[str, list[float]]) -> float:
-        """Bytes per second of a plain read of the variant's own bytes, or else of moestro's first; or the roof's."""
+    def _bandwidth(self, variant: Variant, times: dict[str, list[float]]) -> tuple[str, float]:
+        """A plain read of the variant's own bytes, or else of moestro's first, or the roof: its name and rate."""
         timed = {read.numbers.reference: read for read in self.place.reads if read.name in times}
         read = timed.get(variant.numbers.reference if variant not in self.place.peers else "")
         read = read or timed.get(self.place.ours[0].numbers.reference)
         if read is None:
-            return self.roof.bytes_per_second
-        return self.active * read.numbers.bytes_per_expert(self.layer) / median(times[read.name])
+            return "roof", self.roof.bytes_per_second
+        return read.name, self.active * read.numbers.bytes_per_expert(self.layer) / median(times[read.name])
 
 
 def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> list[Row]:

@@ -87,6 +87,7 @@ class Plan:
             "tokens": list(self.tokens),
             "dtypes": [dtype_name(dtype) for dtype in self.dtypes],
             "variants": [variant.name for variant in self.ours],
+            "reads": [variant.name for variant in self.reads],
             "peers": [variant.name for variant in self.peers],
             "seconds_per_point": self.seconds,
             "device": self.device,
@@ -122,6 +123,7 @@ class Row:
         roof_share: the least time at the machine's roof over the time.
         bandwidth_share: gigabytes_per_second over that of a plain read at the same point, of the variant's own bytes or
             else of those of moestro's first variant; over the roof's where there was none.
+        bandwidth_of: which of these: the name of a plain read, or "roof".
         peak, peak_share: gigaflops over a peak of the machine's registers, and which ("vnni" where the variant
             multiplies int8 numbers, else "fma"; on a CUDA device "bf16-mm" for 16-bit x, "fp8-mm" where both are
             fp8); None where that was not measured.
@@ -153,6 +155,7 @@ class Row:
     gigaflops: float | None = None
     roof_share: float | None = None
     bandwidth_share: float | None = None
+    bandwidth_of: str | None = None
     peak: str | None = None
     peak_share: float | None = None
     error: float | None = None

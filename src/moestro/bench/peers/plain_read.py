@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moestro.bench.layers import DENSE, Layer
-from moestro.bench.peers.variant import Bind, Call, Variant, cost
+from moestro.bench.peers.variant import Bind, Call, Cost, Variant, cost
+from moestro.errors import unsupported
 from moestro.ops import native
 from moestro.types import Routing
 from moestro.weights import ExpertWeights
@@ -20,12 +21,17 @@ NAME = "plain-read"
 class PlainRead:
     """A call that reads every byte of tensors on the CPU once and computes nothing, by all of PyTorch's threads.
 
-    Threads take parts of 256 KiB, and read each as four streams at once. It needs the native engine.
+    Threads take parts of 256 KiB, and read each as four streams at once.
+
+    Raises:
+        UnsupportedError: there is no native engine, or a tensor is not on the CPU or has gaps between its values.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._kept = list(tensors)
-        self._pieces = [piece for tensor in self._kept for piece in _pieces(tensor)]
+        for tensor in self._kept:
+            _check(tensor)
+        self._pieces = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._kept]
 
     @property
     def nbytes(self) -> int:
@@ -36,13 +42,25 @@ class PlainRead:
         native.engine().plain_read(self._pieces, torch.get_num_threads())
 
 
-def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Addresses and numbers of bytes."""
-    if tensor.is_contiguous():
-        yield tensor.data_ptr(), tensor.nbytes
-    else:
-        for part in tensor:
-            yield from _pieces(part)
+def _check(tensor: Tensor) -> None:
+    """Refuse what is not one piece of the host's memory; in which order its dimensions lie does not matter."""
+    reason = native.unreadable(tensor) or (None if _is_dense(tensor) else "there are gaps between its values")
+    if reason is not None:
+        raise unsupported(
+            "plain read",
+            got=f"a tensor {list(tensor.shape)} on {tensor.device}: {reason}",
+            needs="tensors on the CPU without gaps, and the native engine",
+            fix="Read a contiguous copy.",
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def tensors_of(weights: ExpertWeights, routing: Routing) -> list[Tensor]:
@@ -67,11 +85,19 @@ def _of(variant: Variant) -> Variant:
     form = variant.numbers.reference
 
     def prepare(layer: Layer) -> Bind:
+        if form not in (DENSE, *layer.quantized):
+            got, needs = f"no weights in {form}", "those that moestro computes with"
+            raise unsupported("plain read", got=got, needs=needs, fix="See why moestro was skipped.")
         weights = layer.in_format(form)
         return lambda x, routing: _call(x, PlainRead(tensors_of(weights, routing)))
 
     name = NAME if form == DENSE else f"{NAME}-{form}"
-    return Variant(name, variant.refuses, prepare, cost, numbers=replace(variant.numbers, bound=None, products="float"))
+    numbers = replace(variant.numbers, bits_per_weight=None, bound=None, products="float")
+    return Variant(name, variant.refuses, prepare, _cost, numbers=numbers)
+
+
+def _cost(layer: Layer, routing: Routing) -> Cost:
+    return replace(cost(layer, routing), flops=0, workspace=0)
 
 
 def _call(x: Tensor, read: PlainRead) -> Call:

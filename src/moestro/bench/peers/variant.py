@@ -33,7 +33,7 @@ class Numbers:
     Attributes:
         format: the name of how its weights are stored; "dense" for the layer's own, of which it makes no copy.
         bits: of a weight in whole numbers: variants of as many are compared. None for the layer's own.
-        bits_per_weight: of its own copy of the weights, scales included. None for the layer's own.
+        bits_per_weight: of its own copy of the weights, scales included. None where it makes none.
         reference: the format of the weights on which the expected output is computed: the layer's own ("dense") for
             a variant that chooses its stored weights itself, one of moestro's for moestro.
         bound: None where the output has to be the expected one within the tolerance of the layer's dtype; else the
@@ -60,10 +60,10 @@ class Numbers:
 
     def bytes_per_expert(self, layer: Layer) -> int:
         """Stored bytes that computing with one expert reads, biases and scales included."""
-        if self.bits_per_weight is None:
-            return layer.weights.bytes_per_expert
         if self.reference in layer.quantized:
             return layer.quantized[self.reference].bytes_per_expert
+        if self.bits_per_weight is None:
+            return layer.weights.bytes_per_expert
         spec = layer.spec
         biases = (2 * spec.intermediate_size + spec.hidden_size) * 4 if spec.bias else 0
         return round(3 * spec.hidden_size * spec.intermediate_size * self.bits_per_weight / 8) + biases
