@@ -45,7 +45,8 @@ def test_tables_and_files(tmp_path: Path) -> None:
     assert document["roof"]["dtypes"]["float32"]["balance"] == 10
     rows = document["points"]
     assert {row["num_tokens"] for row in rows} == {1, 3}
-    assert {row["variant"] for row in rows} == {"moestro", "eager", "batched_mm", "grouped_mm", "torch-grouped_mm"}
+    peers = {"eager", "batched_mm", "grouped_mm", "torch-grouped_mm"}
+    assert {row["variant"] for row in rows} == {"moestro", "plain-read", *peers}
 
 
 def test_the_help_says_what_is_taken_where_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +60,8 @@ def test_json_alone_on_stdout() -> None:
     result = bench("--tokens", "2", "--dtype", "float32", "--peers", "none", "--variant", "grouped,auto", "--json", "-")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["points"]
-    assert [row["variant"] for row in rows] == ["moestro-grouped", "moestro"]
-    assert [row["ratio"] is None for row in rows] == [True, False]
+    assert [row["variant"] for row in rows] == ["moestro-grouped", "moestro", "plain-read"]
+    assert [row["ratio"] is None for row in rows] == [True, False, False]
     assert "olmoe float32" in result.stderr
 
 
@@ -72,7 +73,10 @@ def test_formats_are_compared_by_bits() -> None:
     assert [(row["bits"], row["variant"], row["format"]) for row in rows] == [
         (8, "moestro-int8", "int8"),
         (8, "moestro-fp8-e4m3-tensor", "fp8-e4m3-tensor"),
+        (8, "plain-read-int8", "int8"),
+        (8, "plain-read-fp8-e4m3-tensor", "fp8-e4m3-tensor"),
         (32, "moestro", "float32"),
+        (32, "plain-read", "float32"),
         (32, "eager", "float32"),
     ]
     assert "olmoe 8 bits, x in float32 (H 24" in result.stderr
@@ -114,7 +118,7 @@ def test_json_survives_a_failing_plot(tmp_path: Path, monkeypatch: pytest.Monkey
     found = tmp_path / "found.json"
     result = bench("--tokens", "1", "--peers", "none", "--json", str(found), "--plot", str(tmp_path / "roof.png"))
     assert isinstance(result.exception, OSError)
-    assert len(json.loads(found.read_text())["points"]) == 2
+    assert len(json.loads(found.read_text())["points"]) == 4  # in two dtypes moestro and a plain read
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
