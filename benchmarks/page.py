@@ -49,7 +49,7 @@ _LEGEND = (
     "6 H I for each (token, expert) pair; of peak is its share of the fma peak from registers, or of the vnni peak",
     "where i8 stands: the variant multiplies int8 numbers. An error is the relative L2 error of the output against the",
     "layer before anything was quantised. Ratios say how many times longer than moestro's first variant of the table",
-    "another takes (above 1: moestro is faster; of a plain read, which no way to compute can be faster than): the",
+    "another takes (above 1: moestro is faster; a plain read takes longer only where memory was slower for it): the",
     "median of the rounds, and in brackets their lower and upper quartile.",
 )
 

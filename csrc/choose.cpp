@@ -52,9 +52,8 @@ const Rule kRules[kNumKernels] = {
     {Kernel::bfloat16_dots, "bfloat16 dots", [](const Case& c) { return c.input == Input::bfloat16; },
      [] {
          return std::string(
-             "tokens in bfloat16, and each projection in bfloat16 (avx512-bf16, neon-i8mm) or, with one scale a row or "
-             "for "
-             "128 columns, in e4m3 (avx512-bf16)");
+             "tokens in bfloat16, and each projection in bfloat16 (avx512-bf16, neon-i8mm) or, with one scale a row "
+             "or for 128 columns, in e4m3 (avx512-bf16)");
      }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {

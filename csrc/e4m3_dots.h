@@ -74,7 +74,7 @@ static bool pairs_row(Element e, int64_t columns, int64_t, const float* from, fl
     return true;
 }
 
-// Adds the products of kE4m3Columns columns, of which there may be fewer, `left`, in the last ones of a row.
+// Adds the products of kE4m3Columns columns of a row. `load(p, i)` loads half i of their codes, zeros behind the last.
 template <int M, class Load> MOESTRO_INLINE void add_e4m3(const E4m3Pairs& pairs, const uint8_t* row, Load load,
                                                           const uint8_t* const (&token)[M], int64_t k,
                                                           __m512 (&sum)[M]) {
