@@ -65,7 +65,7 @@ def changed(plan: Plan, to: dict[str, int]) -> Plan:
     if "rows" in whole and plan.ordered:
         whole["block"] = whole["rows"]
     tile: dict[str, Any] = {name: value for name, value in to.items() if name in _OF_TILES}
-    tile |= {name: bool(tile[name]) for name in ("swap", "tensor_map") if name in tile}
+    tile |= {name: bool(tile[name]) for name in ("swap", "tensor_map", "arranged") if name in tile}
     if tile:
         tile.setdefault("registers", 0)
     return replace(plan, gate_up=replace(plan.gate_up, **tile), down=replace(plan.down, **tile), **whole)

@@ -183,6 +183,11 @@ def copies(ptx: str) -> list[int]:
     return sorted({int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)})
 
 
+def waits(ptx: str) -> list[str]:
+    """How many of Hopper's products may go on where some are waited for, each number once."""
+    return sorted(set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)))
+
+
 def longest_loop(sass: str) -> int:
     """Instructions of the longest loop that multiplies matrices and has no other such loop inside, as disassembled."""
     labels: dict[str, int] = {}
@@ -269,6 +274,7 @@ def main(arguments: list[str]) -> None:
                 f"{device(architecture).shared_memory}  registers {kernel.registers:3}  spills {kernel.spills:4}  "
                 f"{f'loop {kernel.loop:4}  ' if 'loops' in arguments else ''}"
                 f"copies {','.join(map(str, copies(kernel.ptx))) or '-'}  "
+                f"waits {','.join(waits(kernel.ptx)) or '-'}  "
                 f"{'wgmma' if 'wgmma.mma' in kernel.ptx else 'mma' if 'mma.sync' in kernel.ptx else '-'}",
                 flush=True,
             )

@@ -271,6 +271,19 @@ def test_packed_weights_are_copied_sixteen_bytes_at_a_time():
         assert line.split()[line.split().index("copies") + 1] == ("4,16" if "mxfp4" in line else "16"), line
 
 
+def test_weights_in_registers_are_not_replaced_while_a_product_reads_them():
+    """Hopper's products run on while others begin, and Triton 3.6 has the next step's weights take their registers.
+
+    Each step ends with a wait for all of its products: of weights that are decoded, none is told to wait for fewer.
+    """
+    forms = ("mxfp4", "int4-g32", "nvfp4", "int8", "fp8-e4m3-channel")
+    lines = [line for line in said("sm_90", *forms, "512", "4096") if "gate_up" in line or "down_" in line]
+    assert len(lines) == 4 * len(forms)
+    for line in lines:
+        assert line.endswith("wgmma"), line
+        assert line.split()[line.split().index("waits") + 1] == "0", line
+
+
 def test_rows_of_eight_bits_in_tiles_of_64_rows_compile():
     lines = said("sm_90", "fp8-e4m3-channel/fp8-e4m3", "512")
     for line in lines:

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from moestro.ops.triton_bytes import bytes_as
 from moestro.ops.triton_nibbles import INTERPRETED, nibbles
+from moestro.ops.triton_order import in_order
 
 # How far e2m1's tiles in bfloat16 fall short, so that their largest scale, a factor of 2 ** 126 included, is finite.
 _SHORT = tl.constexpr(2.0**-24)
@@ -83,24 +84,25 @@ def step_meta(w, begins, rows, k0, K, BK: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr):
+def weight_tile(w, begins, rows, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr, order):
     """Rows `rows` [BN] of an expert's matrix, columns k0 to k0 + BK -> [BN, BK] of DTYPE, for `add_product`.
 
     0 beyond N and K. `rows` are any integers, k0 is a multiple of BK, `begins` and `meta` what `begin` and `step_meta`
-    gave for them. WGMMA says which instruction multiplies: `_reordered`.
+    gave for them. WGMMA says which instruction multiplies: `_reordered`. Its columns are those of rows in the `order`.
     """
-    return decoded(_codes(w, begins, rows, k0, K, BK, DTYPE), w, BK, DTYPE, meta, WGMMA)
+    return decoded(_codes(w, begins, rows, k0, K, BK, DTYPE), w, BK, DTYPE, meta, WGMMA, order)
 
 
 @triton.jit
-def decoded(codes, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr):
+def decoded(codes, w, BK: tl.constexpr, DTYPE: tl.constexpr, meta, WGMMA: tl.constexpr, order):
     """`weight_tile` of items as they were loaded."""
     if w.element == "dense":
         return round_to(codes, DTYPE)
     elif tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
         return as_stored(codes, DTYPE)
     elif w.element == "e4m3" or w.element == "int8":
-        return _bytes_to(codes, w.element, w.converts, DTYPE)
+        tile = _bytes_to(codes, w.element, w.converts, DTYPE)
+        return tile if order is None else in_order(tile, order)
     else:
         return _nibble_tile(codes, w, BK, DTYPE, meta, WGMMA)
 
@@ -124,21 +126,19 @@ def as_stored(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr, UNBROKEN: tl.constexpr):
-    """`add_product` of rows that were rounded: one sum over all steps where it is UNBROKEN, else one for each step.
+def add_rounded_product(acc, x, tile, w, meta, row_scales, SWAP: tl.constexpr):
+    """`add_product` of rows that were rounded: in one sum over all steps where a row has one scale.
 
-    Where columns share scales, those of the rows of this step, [BM], are applied; else none.
+    Where columns share scales, each step has a sum, to which those of its rows, [BM], are applied.
     """
     NUMBER: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
-    part = acc if UNBROKEN else tl.zeros(acc.shape, NUMBER)
+    part = acc if w.columns == 0 else tl.zeros(acc.shape, NUMBER)
     if SWAP:
         part = tl.dot(tile, tl.trans(x), part, input_precision="ieee", out_dtype=NUMBER)
     else:
         part = tl.dot(x, tl.trans(tile), part, input_precision="ieee", out_dtype=NUMBER)
-    if UNBROKEN:
+    if w.columns == 0:
         return part
-    elif w.columns == 0:
-        return acc + part.to(tl.float32)
     else:
         part = part.to(tl.float32)
         scale = _of_rows(_scale_value(meta[0], w.scale, w.converts), tile.shape[0])
@@ -154,11 +154,15 @@ def _of_rows(scales, BN: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr, WGMMA: tl.constexpr):
-    """acc + x @ tile^T with the scale of this step: acc float32 [BM, BN], or its transpose where SWAP, x [BM, BK]."""
+def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr, WGMMA: tl.constexpr, order):
+    """acc + x @ tile^T with the scale of this step: acc float32 [BM, BN], or its transpose where SWAP, x [BM, BK].
+
+    Decoded weights are in registers. Triton 3.6 has such products of Hopper's own instruction run on while the next
+    step's weights take the same registers (triton-lang/triton, issue 9433): `_settled`.
+    """
     BK: tl.constexpr = x.shape[1]
     UNITS: tl.constexpr = w.columns > 0 and w.columns < BK and x.dtype == tl.float16
-    if w.element != "dense" and w.element != "e4m3" and w.element != "int8":
+    if order is None and w.element != "dense" and w.element != "e4m3" and w.element != "int8":
         x = _reordered(tl.reshape(x, (x.shape[0], 4, BK // 32, 2, 4)), w, WGMMA)
     if INTERPRETED:
         x = x.to(tl.float32)
@@ -172,9 +176,19 @@ def add_product(acc, x, tile, w, meta, SWAP: tl.constexpr, WGMMA: tl.constexpr):
         else:
             return acc + tl.dot(x, tl.trans(tile), part, input_precision="ieee") * scale[None, :]
     elif SWAP:
-        return tl.dot(tile, tl.trans(x), acc, input_precision="ieee")
+        acc = tl.dot(tile, tl.trans(x), acc, input_precision="ieee")
+        return _settled(acc) if WGMMA and w.element != "dense" else acc
     else:
         return tl.dot(x, tl.trans(tile), acc, input_precision="ieee")
+
+
+@triton.jit
+def _settled(acc):
+    """The same sums, by an instruction that waits for them and leaves no trace: a copy to the same registers."""
+    if INTERPRETED:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, True, 1)
 
 
 @triton.jit

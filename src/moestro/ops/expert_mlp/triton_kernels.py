@@ -14,6 +14,7 @@ import triton.language as tl
 
 from moestro.ops.triton_kernels import tanh
 from moestro.ops.triton_nibbles import INTERPRETED
+from moestro.ops.triton_order import in_order, places
 from moestro.ops.triton_weights import (
     add_product,
     add_rounded_product,
@@ -87,31 +88,40 @@ def is_expert(named, num_experts):
 
 
 @triton.jit
-def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr):
-    """A block's expert (-1: no rows), the first of its rows, and for each of BM rows its pair and whether it is one."""
+def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr, EVERY: tl.constexpr):
+    """A block's expert (-1: no rows), and for each of BM rows its place in the order, its pair and whether it is one.
+
+    With EVERY those that are none have places and pairs of others, which may be loaded as they are.
+    """
     local = tl.arange(0, BM)
     if rows.pairs is None:
         named = tl.load(rows.ids + block)
         expert = tl.where(is_expert(named, rows.num_experts), named, -1).to(tl.int32)
-        start = block.to(tl.int64)
         live = (local < 1) & (expert >= 0)
-        pairs = start + local * 0
+        at = block.to(tl.int64) + local
+        pairs = block.to(tl.int64) + local * 0
     else:
         expert = tl.load(rows.experts + block)
         start = tl.load(rows.starts + block).to(tl.int64)
-        stop = tl.minimum(start + BLOCK, tl.load(rows.offsets + expert + 1))
-        live = start + local < stop
-        pairs = tl.load(rows.pairs + start + local, mask=live, other=0).to(tl.int64)
-    return expert, start, pairs, live
+        at = start + local
+        live = at < tl.minimum(start + BLOCK, tl.load(rows.offsets + expert + 1))
+        if EVERY:
+            at = tl.minimum(at, tl.load(rows.offsets + rows.num_experts) - 1)
+            pairs = tl.load(rows.pairs + at).to(tl.int64)
+        else:
+            pairs = tl.load(rows.pairs + at, mask=live, other=0).to(tl.int64)
+    return expert, at, pairs, live
 
 
 @triton.jit
-def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
+def load_rows(rows_at, live, k0, K, BK: tl.constexpr, DTYPE: tl.constexpr, WHOLE: tl.constexpr, EVERY: tl.constexpr):
     """[BM, BK] of the rows that begin at rows_at, zero beyond K and where there is no row, which is not loaded.
 
-    With WHOLE no step ends beyond K.
+    With WHOLE no step ends beyond K; with EVERY none does, and all rows are loaded.
     """
     columns = k0 + tl.arange(0, BK)
+    if EVERY:
+        return tl.load(rows_at[:, None] + columns[None, :]).to(DTYPE)
     mask = live[:, None] if WHOLE else live[:, None] & (columns < K)[None, :]
     if tl.float8e4nv == DTYPE or tl.int8 == DTYPE:
         ZERO: tl.constexpr = 0.0 if tl.float8e4nv == DTYPE and not INTERPRETED else 0
@@ -141,42 +151,42 @@ def upright(acc, SWAP: tl.constexpr):
 
 @triton.jit
 def product(
-    rows_at, scales, scale_rows, live, w, map, expert, first, columns, K, k_from, k_to,
+    rows_at, scales, scale_rows, live, w, map, order, expert, first, columns, K, k_from, k_to,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
 
-    Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows that
-    were rounded have `scales`, in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights.
-    Where a row has one, the sum is unbroken, and of int8 an integer; Hopper adds products of 8-bit floats in fewer bits
-    than float32 has.
+    Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows lie
+    in the `order` where there is one, in whole steps. Rows that were rounded have `scales`, in rows `scale_rows` [BM]:
+    one for each block of columns that shares one in the weights. Where a row has one, the sum is unbroken, and of int8
+    an integer; Hopper adds products of 8-bit floats in fewer bits than float32 has.
     """
-    # On Hopper, 64 rows by four warps were wrong in one sum before rows were loaded as now, and have not run since.
-    # Those times 256 of weights are halves of 128 rows, of eight warps, which were right.
-    IS_RUN: tl.constexpr = SWAP or BM != 64 or BN > 128 or not w.warpgroups
-    UNBROKEN: tl.constexpr = scales is not None and w.columns == 0 and IS_RUN
-    acc = zeros(BM, BN, SWAP, tl.int32 if UNBROKEN and tl.int8 == DTYPE and not INTERPRETED else tl.float32)
+    INTEGERS: tl.constexpr = scales is not None and w.columns == 0 and tl.int8 == DTYPE and not INTERPRETED
+    acc = zeros(BM, BN, SWAP, tl.int32 if INTEGERS else tl.float32)
     # Triton multiplies by Hopper's own instruction where the left operand has at least 64 rows.
     WGMMA: tl.constexpr = w.warpgroups and (BN if SWAP else BM) >= 64
+    tl.static_assert(order is None or WGMMA, "rows are in the order of another instruction")
+    # Masks for each row would leave the registers there.
+    EVERY: tl.constexpr = order is not None and BM >= 64
     begins = begin(w, expert, columns)
     for k0 in tl.range(k_from, k_to, BK):
-        x = load_rows(rows_at, live, k0, K, BK, DTYPE, w.unit % BK == 0)
+        x = load_rows(rows_at, live, k0, K, BK, DTYPE, order is not None or w.unit % BK == 0, EVERY)
         meta = step_meta(w, begins, columns, k0, K, BK)
         if map is None:
-            tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta, WGMMA)
+            tile = weight_tile(w, begins, columns, k0, K, BK, DTYPE, meta, WGMMA, order)
         else:
             codes = map.load([expert, first, 0, k0 // w.per_item]).reshape(BN, BK // w.per_item)
             if INTERPRETED and scales is not None:
                 codes = codes.to(tl.uint8, bitcast=True)
-            tile = decoded(codes, w, BK, DTYPE, meta, WGMMA)
+            tile = decoded(codes, w, BK, DTYPE, meta, WGMMA, order)
         if scales is None:
-            acc = add_product(acc, x, tile, w, meta, SWAP, WGMMA)
+            acc = add_product(acc, x, tile, w, meta, SWAP, WGMMA, order)
         elif w.columns == 0:
-            acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP, UNBROKEN)
+            acc = add_rounded_product(acc, x, tile, w, meta, 1.0, SWAP)
         else:
             scales_at = scales + scale_rows * tl.cdiv(K, w.columns) + k0 // w.columns
             step_scales = tl.load(scales_at, mask=live, other=0.0)
-            acc = add_rounded_product(acc, x, tile, w, meta, step_scales, SWAP, UNBROKEN)
+            acc = add_rounded_product(acc, x, tile, w, meta, step_scales, SWAP)
     acc = upright(finish(acc.to(tl.float32), w, expert, columns, SWAP, DTYPE), SWAP)
     if scales is not None and w.columns == 0:
         acc = acc * tl.load(scales + scale_rows, mask=live, other=0.0)[:, None]
@@ -284,8 +294,26 @@ def height(rows, block):
 
 
 @triton.jit
+def store_outputs(h, out, at, live, first, I, into):
+    """Store h [BM, WIDTH], columns first, a multiple of WIDTH, and on, in rows `at` [BM] of out: `gate_up_kernel`."""
+    WIDTH: tl.constexpr = h.shape[1]
+    outputs = first + tl.arange(0, WIDTH)
+    if into is None:
+        h = round_to(h, out.dtype.element_ty)
+        tl.store(out + at[:, None] * I + outputs[None, :], h, mask=live[:, None] & (outputs < I)[None, :])
+    else:
+        whole = tl.cdiv(I, into.step) * into.step
+        h = in_order(round_to(tl.where((outputs < I)[None, :], h, 0.0), out.dtype.element_ty), into)
+        # The last columns' program has zeros for all that fills a row up.
+        for more in tl.range(0, tl.where(first + WIDTH >= I, whole - first, WIDTH), WIDTH):
+            to = places(first + more, WIDTH, into)
+            tl.store(out + at[:, None] * whole + to[None, :], h, mask=live[:, None] & (to < whole)[None, :])
+            h = tl.zeros_like(h)
+
+
+@triton.jit
 def gate_up_tile(
-    x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+    x, x_stride, rows, w, map, bias, bias_stride, order, into, out, block, column, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -296,24 +324,24 @@ def gate_up_tile(
         if height(rows, block) <= BM // 2:
             LEFT: tl.constexpr = SWAP or (w.warpgroups and BM < 128)
             gate_up_tile(
-                x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+                x, x_stride, rows, w, map, bias, bias_stride, order, into, out, block, column, H, I, scales,
                 BLOCK, BM // 2, BN, BK, LEFT, DTYPE, WEIGHTED, TAILS - 1, KIND, GATED, INTERLEAVED, ALPHA, LIMIT,
                 UP_OFFSET,
             )  # fmt: skip
         else:
             gate_up_tile(
-                x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+                x, x_stride, rows, w, map, bias, bias_stride, order, into, out, block, column, H, I, scales,
                 BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, 0, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
             )  # fmt: skip
     else:
         WIDTH: tl.constexpr = BN // 2 if GATED else BN
-        expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
+        expert, at, pairs, live = block_rows(rows, block, BLOCK, BM, order is not None and BM >= 64)
         if expert >= 0:
             first = column * WIDTH
             columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
             rows_at = x + pairs // rows.top_k * x_stride
             acc = product(
-                rows_at, scales, pairs // rows.top_k, live, w, map, expert, first, columns,
+                rows_at, scales, pairs // rows.top_k, live, w, map, order, expert, first, columns,
                 H, 0, H, BM, BN, BK, DTYPE, SWAP,
             )  # fmt: skip
             if WEIGHTED:
@@ -321,34 +349,35 @@ def gate_up_tile(
             h = between(
                 acc, bias, bias_stride, expert, first, I, BM, BN, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET
             )
-            outputs, places = first + tl.arange(0, WIDTH), start + tl.arange(0, BM)
-            h = round_to(h, out.dtype.element_ty)
-            tl.store(out + places[:, None] * I + outputs[None, :], h, mask=live[:, None] & (outputs < I)[None, :])
+            store_outputs(h, out, at, live, first, I, into)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
-    x, x_stride, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
+    x, x_stride, rows, w, map, bias, bias_stride, order, into, out, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out [T * K, I]: what stands between the two products, of every row in the order of blocks."""
+    """out [T * K, I]: what stands between the two products, of every row in the order of blocks.
+
+    Columns lie in the order `into` where there is one, filled up to whole steps.
+    """
     blocks = num_blocks(rows, num_pairs)
     tiles = tl.cdiv(I, BN // 2 if GATED else BN)
     index = tl.program_id(0)
     if index < blocks * tiles:
         block, column = tile_at(index, blocks, tiles, GROUP)
         gate_up_tile(
-            x, x_stride, rows, w, map, bias, bias_stride, out, block, column, H, I, scales,
+            x, x_stride, rows, w, map, bias, bias_stride, order, into, out, block, column, H, I, scales,
             BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, TAILS, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
         )  # fmt: skip
 
 
 @triton.jit
 def down_tile(
-    h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+    h, rows, w, map, bias, bias_stride, order, out, block, column, piece, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -357,39 +386,40 @@ def down_tile(
         if height(rows, block) <= BM // 2:
             LEFT: tl.constexpr = SWAP or (w.warpgroups and BM < 128)
             down_tile(
-                h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+                h, rows, w, map, bias, bias_stride, order, out, block, column, piece, num_pairs, H, I, scales,
                 BLOCK, BM // 2, BN, BK, LEFT, DTYPE, WEIGHTED, TAILS - 1, SPLITS,
             )  # fmt: skip
         else:
             down_tile(
-                h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+                h, rows, w, map, bias, bias_stride, order, out, block, column, piece, num_pairs, H, I, scales,
                 BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, 0, SPLITS,
             )  # fmt: skip
     else:
         piece_size = tl.cdiv(tl.cdiv(I, BK), SPLITS) * BK
-        expert, start, pairs, live = block_rows(rows, block, BLOCK, BM)
+        expert, at, pairs, live = block_rows(rows, block, BLOCK, BM, order is not None and BM >= 64)
         if expert >= 0:
             first = column * BN
             columns = first + tl.arange(0, BN)
             inside = columns < H
-            rows_at = h + (start + tl.arange(0, BM)) * I
+            stride = I if order is None else tl.cdiv(I, BK) * BK
+            rows_at = h + at * stride
             k_from = piece * piece_size
             k_to = tl.minimum(k_from + piece_size, I)
             acc = product(
-                rows_at, scales, start + tl.arange(0, BM), live, w, map, expert, first, columns,
+                rows_at, scales, at, live, w, map, order, expert, first, columns,
                 I, k_from, k_to, BM, BN, BK, DTYPE, SWAP,
             )  # fmt: skip
             if piece == 0:
                 acc = with_bias(acc, bias, bias_stride, expert, columns, inside)
             if WEIGHTED:
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
-            at = out + (piece.to(tl.int64) * num_pairs + pairs)[:, None] * H + columns[None, :]
-            tl.store(at, round_to(acc, out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+            to = out + (piece.to(tl.int64) * num_pairs + pairs)[:, None] * H + columns[None, :]
+            tl.store(to, round_to(acc, out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
-    h, rows, w, map, bias, bias_stride, out, num_pairs, H, I, scales,
+    h, rows, w, map, bias, bias_stride, order, out, num_pairs, H, I, scales,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, TAILS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -401,7 +431,7 @@ def down_kernel(
         piece = index % SPLITS
         block, column = tile_at(index // SPLITS, blocks, tiles, GROUP)
         down_tile(
-            h, rows, w, map, bias, bias_stride, out, block, column, piece, num_pairs, H, I, scales,
+            h, rows, w, map, bias, bias_stride, order, out, block, column, piece, num_pairs, H, I, scales,
             BLOCK, BM, BN, BK, SWAP, DTYPE, WEIGHTED, TAILS, SPLITS,
         )  # fmt: skip
 

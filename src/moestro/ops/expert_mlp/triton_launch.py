@@ -22,6 +22,7 @@ from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
 from moestro.ops.expert_mlp.triton_work import Work
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.ops.triton_order import Arranging, Order, order_of
 from moestro.ops.triton_stored import describe
 from moestro.types import Activation, Routing
 from moestro.weights import ExpertWeights
@@ -102,7 +103,9 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
     (num_tokens, hidden), num_pairs, inner = x.shape, ids.numel(), weights.intermediate_size
     num_experts, blocks, spaces, sort = weights.num_experts, num_pairs, [], None
     roundings = _roundings(weights, x)
-    spaces.append((num_pairs * inner, torch.float32 if roundings else dtype))
+    order, into = _orders(weights, how)
+    width = inner if into is None else into.whole(inner)
+    spaces.append((num_pairs * width, torch.float32 if roundings else dtype))
     spaces.append(_pieces(x, routing, how))
     if how.ordered:
         sizes = grouping.sizes(num_pairs, num_experts, how.block)
@@ -112,6 +115,12 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
     for rounding, rows in zip(roundings, (num_tokens, num_pairs), strict=False):
         spaces += rounding.sizes(rows)
     rounds = [rounding.launch for rounding in roundings]
+    arranging = None if order is None else Arranging(order, hidden)
+    if arranging is not None:
+        spaces.append((num_tokens * arranging.size, dtype))
+        rounds.append(arranging.launch)
+    gate_up = _projection_arguments(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation))
+    down = _projection_arguments(weights.down, weights.down_bias, how.down, (dtype, None))
     outputs = -(-weights.gate_up.shape[1] // how.gate_up.columns), -(-hidden // how.down.columns) * how.splits
     tiles = (blocks * columns for columns in outputs)
     return Work(
@@ -121,11 +130,18 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
         how.block if how.ordered else 0,
         (*_launches(x, ids, weights, how, dtype, on_input), sort, *rounds),
         (*tiles, num_tokens * -(-hidden // _SUM_COLUMNS)),
-        _projection_arguments(weights.gate_up, weights.gate_up_bias, how.gate_up, (dtype, weights.activation)),
-        _projection_arguments(weights.down, weights.down_bias, how.down, (dtype, None)),
+        (*gate_up, order, into),
+        (*down, into),
         roundings,
+        arranging,
         tuple(spaces),
     )
+
+
+def _orders(weights: ExpertWeights, how: Plan) -> tuple[Order | None, Order | None]:
+    """The orders of columns of x and of what stands between the products; None as they come."""
+    of_x = order_of(weights.gate_up, how.gate_up.depth) if how.gate_up.arranged else None
+    return of_x, order_of(weights.down, how.down.depth) if how.down.arranged else None
 
 
 def _reads_own_biases(weights: ExpertWeights) -> bool:

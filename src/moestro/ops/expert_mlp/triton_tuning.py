@@ -37,6 +37,9 @@ LEAST_MAPPED = 384_000_000
 """Bytes of nibbles that a call reads, from which tensor maps are worth what they take the host: gpt-oss-20b's 423 MB
 were read 38 us faster on an H100, OLMoE's 214 MB 9 to 12 us."""
 
+_LIGHT_SCALES = 4.25
+"""Bits of a weight of mxfp4. Scales that take more of them, or more instructions, leave registers for shorter steps."""
+
 LEAST_COLUMNS = 64
 """Of a tile: where these are too few for all multiprocessors, the sum over I is cut and not the tile."""
 
@@ -102,6 +105,7 @@ class Tile:
         swap: weights are the left operand.
         group: blocks that meet one column of weights before the next does.
         tensor_map: weights come through a tensor map (the hardware copies boxes) where they lie so that they can.
+        arranged: rows come with their columns in the order in which weights are decoded (`triton_order`).
         registers: of a thread, as it was compiled, which say how many programs run at once; 0 where that is not known.
     """
 
@@ -112,6 +116,7 @@ class Tile:
     swap: bool = False
     group: int = 8
     tensor_map: bool = False
+    arranged: bool = False
     registers: int = 0
 
 
@@ -228,8 +233,11 @@ def _fill(plan: Plan, problem: Problem, device: Device) -> Plan:
 def outside_graphs(plan: Plan, problem: Problem) -> Plan:
     """The same for a call that no CUDA graph holds: nibbles come by pointers where there is little to read.
 
-    The host makes tensor maps anew for each call, which took it 24 to 33 us on the machine of an H100.
+    The host makes tensor maps anew for each call, which took it 24 to 33 us on the machine of an H100. Tiles of many
+    rows take longer than that in any case.
     """
+    if plan.rows >= 64:
+        return plan
     rows = {"gate_up": problem.halves, "down": 1}
     packed = {name: n * bits / 8 for (name, n), bits in zip(rows.items(), problem.bits, strict=True) if bits < 8}
     if _blocks(problem) * problem.hidden_size * problem.intermediate_size * sum(packed.values()) >= LEAST_MAPPED:
@@ -269,19 +277,19 @@ def _deepen(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 def _tiles(problem: Problem, device: Device, rows: int) -> tuple[Tile, Tile]:
     hopper = device.capability[0] == 9 and problem.itemsize != 4
-    tiles = [_on_hopper(problem, rows, n) if hopper else _elsewhere(problem, device, rows, n) for n in problem.bits]
+    inputs = problem.hidden_size, problem.intermediate_size
+    tiles = [
+        _on_hopper(problem, rows, bits, columns) if hopper else _elsewhere(problem, device, rows, bits)
+        for bits, columns in zip(problem.bits, inputs, strict=True)
+    ]
     gate_up, down = (
         fit(tile, rows, problem.itemsize, bits, device) for tile, bits in zip(tiles, problem.bits, strict=True)
     )
     return gate_up, down
 
 
-def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
-    """The tile of a product whose weights have so many bits.
-
-    Its matrix instruction takes the left operand from registers, where weights are decoded, and wants 64 rows of it.
-    For few rows of 16 bits and weights of 8 the instruction of parts before it is the faster one.
-    """
+def _on_hopper(problem: Problem, rows: int, bits: float, columns: int) -> Tile:
+    """The tile of a product whose weights have so many bits and columns."""
     low, high = rows < 64, rows >= MOST_ROWS
     if problem.itemsize == 1:
         few = Tile(LEAST_COLUMNS, 128, 4, 4, swap=True, registers=72)
@@ -293,13 +301,34 @@ def _on_hopper(problem: Problem, rows: int, bits: float) -> Tile:
     if bits >= 16:
         few = Tile(128 if rows >= 32 else LEAST_COLUMNS, 128, 4, 4, swap=True)
         return few if low else Tile(256 if high else 128, 64, 8 if high else 4, 3, tensor_map=True)
+    return _decoded_on_hopper(problem, rows, bits, columns)
+
+
+def _decoded_on_hopper(problem: Problem, rows: int, bits: float, columns: int) -> Tile:
+    """The same of weights that are decoded, for rows of 16 bits.
+
+    The matrix instruction takes the left operand from registers, where weights are decoded, and wants 64 rows of it.
+    For few rows and weights of 8 bits the instruction of parts before it is the faster one. Nibbles of many rows come
+    through tensor maps where pointers would need masks.
+    """
+    low, high = rows < 64, rows >= MOST_ROWS
     if bits >= 8:
-        few = Tile(128, 128, 4, 3, registers=168) if rows >= 32 else Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
-        return few if low else Tile(64 if high else 128, 128 if high else 64, 4, 3, swap=True)
+        if low:
+            few = Tile(LEAST_COLUMNS, 128, 4, 4, registers=96)
+            return few if rows < 32 else replace(few, columns=128, stages=3, registers=168)
+        many = Tile(128, 64, 4, 4, swap=True, arranged=True)
+        if problem.is_stepped:
+            return replace(many, columns=64, depth=128, stages=3) if high else replace(many, stages=3)
+        return many
     few = Tile(128, 128, 4, 3, swap=True, tensor_map=True, registers=160)
     if low:
         return few
-    return replace(few, columns=64 if high and problem.group >= 128 else 128, tensor_map=False, registers=0)
+    many = replace(few, arranged=True, registers=0)
+    if high and problem.has_small_groups and bits > _LIGHT_SCALES:
+        many = replace(many, depth=64, stages=4)
+    elif high and problem.group >= 128:
+        many = replace(many, columns=64)
+    return replace(many, tensor_map=columns % many.depth != 0)
 
 
 def _elsewhere(problem: Problem, device: Device, rows: int, bits: float) -> Tile:

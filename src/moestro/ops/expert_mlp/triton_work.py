@@ -19,6 +19,7 @@ from moestro.ops.expert_mlp.triton_kernels import Rows
 from moestro.ops.expert_mlp.triton_maps import items
 from moestro.ops.gpu import Launch
 from moestro.ops.grouping import triton as grouping
+from moestro.ops.triton_order import Arranging
 from moestro.ops.triton_rows import Rounding
 from moestro.weights import ExpertWeights
 
@@ -36,12 +37,15 @@ class Work:
         x_stride: from row to row of x.
         block: rows of a block; 0 where pairs are not ordered.
         launches: gate_up, down and the sum over slots, then those that order rows and round them before each product;
-            None for the one that orders them where it takes two, or is not done.
+            None for the one that orders them where it takes two, or is not done;
+            the last one arranges x.
         programs: of the first three.
         gate_up, down: the arguments of these two that describe weights.
+        arranging: how the columns of x are put into the order in which gate_up meets them; None as they come.
         roundings: how the rows that meet gate_up and down are inputs; empty where they are floats.
         spaces: numbers and dtype of each workspace: what stands between the products, the pieces of the sums, the
-            tensors of `grouping.triton.sizes` where rows are ordered, codes and scales where they are inputs.
+            tensors of `grouping.triton.sizes` where rows are ordered, codes and scales where they are inputs, x
+            where it is arranged.
     """
 
     tokens: tuple[int, int, int]
@@ -53,6 +57,7 @@ class Work:
     gate_up: tuple[Any, ...]
     down: tuple[Any, ...]
     roundings: tuple[Rounding, ...]
+    arranging: Arranging | None
     spaces: tuple[tuple[int, torch.dtype], ...]
 
     def __call__(self, given: tuple[Any, Any, Any], slots: Any, out: Any, spaces: Sequence[Any]) -> None:
@@ -73,6 +78,9 @@ class Work:
         h, pieces, *more = spaces
         rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
         left, stride, scales, right, right_scales = x, self.x_stride, None, h, None
+        if self.arranging is not None:
+            left = self._arrange(x, stride, more[-1])
+            stride = self.arranging.size
         if self.roundings:
             left, scales, right, right_scales = more[-4:]
             self._round(0, x, stride, (left, scales))
@@ -91,6 +99,13 @@ class Work:
         else:
             sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
         return Rows(ids, weights, top_k, num_experts, *placed)
+
+    def _arrange(self, x: Any, stride: int, to: Any) -> Any:
+        """Launch what puts the columns of x in order."""
+        of, columns = self.arranging, self.sizes[1]
+        assert of is not None
+        self.launches[4](self.tokens[0] * of.parts, x, stride, to, columns, of.size, of.parts, of.order)
+        return to
 
     def _round(self, which: int, rows: Any, stride: int, to: tuple[Any, Any]) -> None:
         """Launch what rounds the rows that meet a product to codes and scales."""
