@@ -76,7 +76,7 @@ def arrange_rows_kernel(x, x_stride, out, K, whole, parts, order, COLUMNS: tl.co
 
 @triton.jit
 def in_order(tile, order):
-    """[n, W] of columns from a multiple of W on, a power of two from 16 -> the same, in the order of `places`."""
+    """[n, W] of columns from a multiple of W on, a power of two from 16 -> the same, ordered as `column_offsets`."""
     n: tl.constexpr = tile.shape[0]
     W: tl.constexpr = tile.shape[1]
     UNITS: tl.constexpr = max(W // order.unit, 1)
@@ -90,7 +90,7 @@ def in_order(tile, order):
 
 
 @triton.jit
-def places(first, W: tl.constexpr, order):
+def column_offsets(first, W: tl.constexpr, order):
     """Where in a row columns `first`, a multiple of W, to first + W - 1 stand, in the order of `in_order`: [W]."""
     UNITS: tl.constexpr = max(W // order.unit, 1)
     QUARTERS: tl.constexpr = min(max(4 * W // order.unit, 1), 4)

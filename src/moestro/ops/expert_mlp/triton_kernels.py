@@ -14,7 +14,7 @@ import triton.language as tl
 
 from moestro.ops.triton_kernels import tanh
 from moestro.ops.triton_nibbles import INTERPRETED
-from moestro.ops.triton_order import in_order, places
+from moestro.ops.triton_order import column_offsets, in_order
 from moestro.ops.triton_weights import (
     add_product,
     add_rounded_product,
@@ -306,7 +306,7 @@ def store_outputs(h, out, at, live, first, I, into):
         h = in_order(round_to(tl.where((outputs < I)[None, :], h, 0.0), out.dtype.element_ty), into)
         # The last columns' program has zeros for all that fills a row up.
         for more in tl.range(0, tl.where(first + WIDTH >= I, whole - first, WIDTH), WIDTH):
-            to = places(first + more, WIDTH, into)
+            to = column_offsets(first + more, WIDTH, into)
             tl.store(out + at[:, None] * whole + to[None, :], h, mask=live[:, None] & (to < whole)[None, :])
             h = tl.zeros_like(h)
 

@@ -151,6 +151,7 @@ class Plan:
         up, down = (f"{t.columns} x {t.depth}{' swapped' if t.swap else ''}" for t in (self.gate_up, self.down))
         ways = [f"{self.splits} pieces of the sum over I"] if self.splits > 1 else []
         lower = " and ".join(str(self.rows >> (i + 1)) for i in range(self.tails))
+        ways += ["columns in the order of decoded weights"] if self.gate_up.arranged or self.down.arranged else []
         ways += [f"blocks of few rows in tiles of {lower}"] if lower else []
         return "; ".join([self.reason, f"rows x weights {self.rows} x {up} and {self.rows} x {down}", *ways])
 

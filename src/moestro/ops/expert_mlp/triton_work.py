@@ -131,6 +131,10 @@ class Work:
             for rows, rounding in zip((num_tokens, num_pairs), self.roundings, strict=False)
         ]
         first, last, add = self.programs
+        of = self.arranging
+        uses += (
+            [] if of is None else [KernelUse("order columns", "arrange_rows_kernel", num_tokens * of.parts, num_tokens)]
+        )
         uses += inputs[:1]
         uses += [KernelUse("gate_up", "gate_up_kernel", first, num_pairs)] if inner else []
         uses += inputs[1:]
