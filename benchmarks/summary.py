@@ -2,6 +2,7 @@
 
 python benchmarks/summary.py             moestro against the best of Transformers' own ways
 python benchmarks/summary.py --formats   every format against the best peer whose weights have as many bits
+python benchmarks/summary.py FILE.json   the points of one result against the best peer whose error is no larger
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 OTHER_THREADS = ("ggml-", "ort-")
 """Peers with threads of their own, which in these results shared a process with PyTorch's and slept through part of a
 short call."""
+MOST_ERROR = 1.1
+"""Times moestro's error, that a peer may have and still be compared with."""
 SHORT = 16
 """Tokens below which the times of these peers do not count."""
 
@@ -29,15 +32,19 @@ SHORT = 16
 def points(results: Path = RESULTS) -> Iterator[list[dict[str, Any]]]:
     """The measured rows of each point of each result of a CPU, the oldest result first."""
     for file in sorted(results.glob("*.json")):
-        found: dict[tuple[object, ...], list[dict[str, Any]]] = {}
         stored = json.loads(file.read_text())
-        if "gpu" in stored.get("machine", {}):
-            continue  # of another kind of machine
-        for row in points_of(stored):
-            if "layer" in row and "kind" in row:  # of bench layer, beside its peers
-                key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
-                found.setdefault(key, []).append(row)
-        yield from found.values()
+        if "gpu" not in stored.get("machine", {}):  # which is another kind of machine
+            yield from of_points(stored)
+
+
+def of_points(stored: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The rows of each point of a result of bench layer: moestro's and its peers'."""
+    found: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in points_of(stored):
+        if "layer" in row and "kind" in row:
+            key = (row["layer"], row["dtype"], row.get("bits"), row["num_tokens"])
+            found.setdefault(key, []).append(row)
+    return list(found.values())
 
 
 def best_ratios(dtype: str) -> dict[tuple[str, int], float]:
@@ -90,6 +97,32 @@ def against_best(results: Path = RESULTS) -> dict[tuple[str, str, str], dict[int
     return found
 
 
+def by_error(result: Path) -> str:
+    """Markdown: each moestro variant of each point of a result, and the fastest peer whose error is at most 1.1 of its.
+
+    A second column has the fastest of all, whatever its error, where that is another one. The cell of a peer whose
+    quartiles are too far apart says so.
+    """
+    lines = ["| layer | x | bits | T | moestro's | of bandwidth | the fastest with no more error | the fastest |"]
+    lines.append("|---|---|---:|---:|---|---:|---|---|")
+    for rows in of_points(json.loads(result.read_text())):
+        for own in (row for row in rows if row["kind"] == "moestro" and row["status"] == "ok"):
+            peers = [row for row in rows if row["kind"] == "peer" and row["status"] == "ok"]
+            rated = [(_ratio(peer, own["variant"], rows[0]["variant"]), peer) for peer in peers]
+            found = sorted(((r, peer) for r, peer in rated if r is not None), key=lambda pair: pair[0])
+            right = [pair for pair in found if (pair[1]["error"] or 0.0) <= MOST_ERROR * (own["error"] or 0.0)]
+            fair, best = (_cell(*pairs[0]) if pairs else "" for pairs in (right, found))
+            share = own.get("bandwidth_share")
+            about = own["layer"], own["dtype"], own.get("bits"), own["num_tokens"], own["variant"]
+            rest = "" if share is None else f"{share:.0%}", fair, "" if best == fair else best
+            lines.append(f"| {' | '.join(map(str, (*about, *rest)))} |")
+    return "\n".join(lines)
+
+
+def _cell(ratio: float, peer: dict[str, Any]) -> str:
+    return f"{ratio:.2f}x {peer['variant']}{'' if _is_steady(peer) else ', unsteady'}"
+
+
 def _is_fair(peer: dict[str, Any]) -> bool:
     """Whether the time of a peer that alternated with moestro in one process is its own time."""
     return peer["num_tokens"] >= SHORT or not peer["variant"].startswith(OTHER_THREADS)
@@ -125,4 +158,6 @@ def _head(*names: str) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", action="store_true")
-    print(formats_table() if parser.parse_args().formats else table())
+    parser.add_argument("result", nargs="?", type=Path, help="one file of bench layer")
+    given = parser.parse_args()
+    print(by_error(given.result) if given.result else formats_table() if given.formats else table())

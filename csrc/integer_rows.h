@@ -168,7 +168,7 @@ constexpr float kSmallestScale = 1.17549435e-38f;  // a normal number
 
 // Whether more than 8 bits of a row are worth keeping, as integers up to `most`: not if it is uneven, not finite or so
 // small that its scale is subnormal.
-static bool holds_16_bits(const float* from, int64_t n, float most) {
+[[maybe_unused]] static bool holds_16_bits(const float* from, int64_t n, float most) {
     const float size = scale_of(from, n, 1.0f);
     return (size == 0.0f || size / most >= kSmallestScale) && !is_uneven(from, n, size / 127.0f);
 }

@@ -64,6 +64,27 @@ def test_every_format_against_the_fastest_peer_of_its_bits(summary: ModuleType, 
     ]
 
 
+def test_the_points_of_one_result_beside_peers_of_no_more_error(summary: ModuleType, tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "a",
+        ours("moestro-mxfp4", error=0.1, bandwidth_share=0.854),
+        ours("moestro-nvfp4", error=0.2),
+        ours("moestro-int4", status="wrong output", error=None),
+        peer("rough", 0.8, 0.7, error=0.15),
+        peer("near", 1.0, 0.9, error=0.11),
+        peer("wrong", 0.1, 0.1, error=None, status="wrong output"),
+        peer("shaky", 1.5, 0.5, error=0.2, ratio_low=0.1, ratio_high=0.9),
+    )
+    lines = summary.by_error(tmp_path / "a.json").splitlines()
+    assert lines[2:] == [
+        "| olmoe | bfloat16 | 4 | 1 | moestro-mxfp4 | 85% | 1.00x near | 0.80x rough |",
+        "| olmoe | bfloat16 | 4 | 1 | moestro-nvfp4 |  | 0.50x shaky, unsteady |  |",
+    ]
+    write(tmp_path, "b", ours("moestro-mxfp4", error=0.1), peer("rough", 0.8, 0.7, error=0.15))
+    assert summary.by_error(tmp_path / "b.json").splitlines()[2].endswith("|  | 0.80x rough |")
+
+
 def test_what_moestro_has_no_time_for_has_no_number(summary: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, "a", ours("moestro-mxfp4", status="wrong output"), {"variant": "fast", "ratio": None})
     assert summary.against_best(tmp_path) == {}
