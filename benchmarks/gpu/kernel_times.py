@@ -53,7 +53,7 @@ def changes(text: str) -> dict[str, int]:
                 "kernel_times",
                 got=f"the plan {text!r}",
                 needs=f"numbers for some of {', '.join((*_OF_PLANS, *_OF_TILES))}, as in columns=64",
-                fix="Take 0 and 1 for swap and tensor_map.",
+                fix="Take 0 and 1 for swap, tensor_map and arranged.",
             )
         found[name] = int(value)
     return found

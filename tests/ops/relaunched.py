@@ -125,7 +125,7 @@ def again(form: str, num_tokens: int) -> None:
     for i, launches in enumerate(calls):
         same = call.owned() if i < 2 else call.owned() & other.owned()
         for first, launch in zip(calls[0], launches, strict=True):
-            assert alike(first, launch, same) >= 2  # what is read and what is written
+            assert alike(first, launch, same) >= (2 if launch[0] == "arrange_rows_kernel" else 3)
             print("relaunched", form, launch[0], len(launch))
     by_address = [a for launch in calls[1] for a in launch if isinstance(a, torch.Tensor)]
     assert not by_address, "a call like one before launches by address"

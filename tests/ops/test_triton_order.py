@@ -5,21 +5,23 @@ The interpreter computes as a Hopper's kernels would where it is told that it is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from moestro import ExpertWeights, reference
+from moestro import Activation, ExpertWeights, reference
+from moestro.errors import InvalidInputError
 from moestro.formats import FORMATS, dequantize, quantize
 from moestro.ops import gpu
 from moestro.ops.expert_mlp.triton_launch import work
-from moestro.ops.expert_mlp.triton_tuning import Plan, Tile
+from moestro.ops.expert_mlp.triton_tuning import Plan, Problem, Tile, choose
 from tolerances import assert_close, bit_equal
 
 from . import problems
-from .stored import PACKED, dequantized
+from .stored import PACKED, apart, dequantized
 from .test_expert_mlp_triton_weights import every_code
 from .triton_calls import launch
 from .triton_products import arranged, times_arranged
@@ -113,7 +115,7 @@ def test_every_plan_meets_the_reference(name, plan):
     assert bit_equal(again[1:], y[1:])
 
 
-def test_rows_are_whole_steps_and_nothing_else_is_stored():
+def test_rows_are_whole_steps():
     sizes = problems.Sizes(20, 224, 96, 3, 2)
     weights = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16).quantize("mxfp4")
     x = torch.randn(20, 224).bfloat16()
@@ -125,9 +127,56 @@ def test_rows_are_whole_steps_and_nothing_else_is_stored():
     ]
 
 
-def test_dense_rows_are_never_arranged():
-    sizes = problems.Sizes(3, 64, 64, 2, 1)
-    weights: ExpertWeights = problems.weights(sizes, problems.ACTIVATIONS[0], torch.bfloat16)
-    x, routing = torch.randn(3, 64).bfloat16(), problems.routing(sizes)
-    wrong = replace(PLAN, gate_up=replace(TILE, arranged=False), down=replace(TILE, arranged=False))
-    assert work(x, routing, weights, wrong, torch.bfloat16).arranging is None
+@pytest.mark.parametrize(("name", "depth"), [("bfloat16", 64), ("int8", 32), ("int8/int8", 64)])
+def test_what_has_no_order_is_refused(name, depth):
+    stored, _, rows = name.partition("/")
+    dense = problems.weights(problems.Sizes(3, 64, 64, 2, 1), problems.ACTIVATIONS[0], torch.bfloat16)
+    weights = dense if stored == "bfloat16" else dense.quantize(stored, input_format=rows or "float")
+    how = replace(PLAN, gate_up=replace(TILE, depth=depth), down=replace(TILE, depth=depth))
+    with pytest.raises(InvalidInputError, match="needs packed weights, float inputs"):
+        launch(torch.randn(3, 64).bfloat16(), problems.routing(problems.Sizes(3, 64, 64, 2, 1)), weights, how)
+
+
+@pytest.mark.parametrize("device", [HOPPER, gpu.Device((8, 0), 108, 163 << 10), gpu.Device((12, 0), 170, 99 << 10)])
+def test_only_hopper_has_rows_in_order_and_only_of_packed_weights(device):
+    for form, itemsize in itertools.product(FORMATS.values(), (1, 2, 4)):
+        columns = 0 if form.scaling is None else form.scaling.columns
+        for num_tokens in (1, 16, 64, 512, 4096):
+            problem = Problem(num_tokens, 8, 64, 2048, 1024, 2, itemsize, (form.bits, form.bits), columns)
+            how = choose(problem, device, ("auto", None), False)
+            expected = device == HOPPER and itemsize == 2 and form.bits < 16 and how.rows >= 64
+            assert (how.gate_up.arranged, how.down.arranged) == (expected, expected)
+
+
+def mixed(gate_up: str, down: str, activation: Activation) -> ExpertWeights:
+    sizes = problems.Sizes(40, 224, 160, 3, 2)
+    made = problems.weights(sizes, activation, torch.bfloat16)
+    stored = (m if form == "bfloat16" else quantize(dequantize(m), FORMATS[form])
+              for m, form in ((made.gate_up, gate_up), (made.down, down)))  # fmt: skip
+    first, second = stored
+    return replace(made, gate_up=first, down=second)
+
+
+ORDERED, AS_IT_COMES = TILE, replace(TILE, arranged=False)
+OTHERS = {
+    "4 and 8 bits": (mixed, ("mxfp4", "int8", problems.ACTIVATIONS[0]), ORDERED, ORDERED),
+    "8 and 4 bits, not gated": (mixed, ("int8", "int4-g32", Activation("silu", gated=False)), ORDERED, ORDERED),
+    "8 bits and dense": (mixed, ("int8", "bfloat16", problems.ACTIVATIONS[0]), ORDERED, AS_IT_COMES),
+    "dense and 4 bits": (mixed, ("bfloat16", "nvfp4", problems.ACTIVATIONS[0]), AS_IT_COMES, ORDERED),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_formats_that_differ_and_what_routings_may_be(name):
+    """Weights on the input, x of other strides, slots that are all empty, blocks of fewer rows than a tile; apart."""
+    make, arguments, gate_up, down = OTHERS[name]
+    weights = make(*arguments)
+    sizes = problems.Sizes(40, 224, 160, 3, 2)
+    how = replace(PLAN, block=40, gate_up=gate_up, down=down)
+    x = torch.randn(224, 40).bfloat16().T
+    routing = problems.routing(sizes, kind="random", weight_on="input")
+    wanted = reference.expert_mlp(x, routing, dequantized(weights, torch.bfloat16)).to(x.dtype)
+    assert_close(launch(x, routing, weights, how), wanted, x.dtype)
+    assert_close(launch(x, routing, apart(weights), how), wanted, x.dtype)
+    empty = replace(routing, expert_ids=torch.full_like(routing.expert_ids, -1))
+    assert not launch(x, empty, weights, how).any()

@@ -26,7 +26,7 @@ def kernel(
     expert = tl.load(experts)
     acc = product(
         x + tl.minimum(rows, T - 1) * x_stride, None, rows, live, w, None, order, expert, first, columns,
-        K, 0, K, BM, BN, BK, DTYPE, SWAP,
+        K, 0, K, BM, BN, BK, DTYPE, SWAP, order is not None,
     )  # fmt: skip
     tl.store(y + rows[:, None] * N + columns[None, :], acc, mask=live[:, None] & (columns < N)[None, :])
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from moestro.errors import invalid_input
 from moestro.formats import StoredExperts
 from moestro.ops.gpu import Launch
+from moestro.types import InputFormat
 
 _BYTES = 64
 """Columns of a unit of bytes: 16 of each of four threads."""
@@ -42,8 +44,19 @@ class Order(NamedTuple):
         return -(-columns // step) * step
 
 
-def order_of(stored: StoredExperts, step: int) -> Order:
-    """The order of rows that meet such weights in steps of so many columns, a power of two from 64."""
+def order_of(stored: StoredExperts, step: int, input_format: InputFormat = "float") -> Order:
+    """The order of rows that meet such weights in steps of so many columns, a power of two.
+
+    Raises:
+        InvalidInputError: if the weights are not decoded, rows are rounded, or a step is shorter than 64 columns.
+    """
+    if stored.format.is_dense or input_format != "float" or step < _BYTES:
+        raise invalid_input(
+            "expert_mlp",
+            got=f"rows in order for {stored.format.name}, {input_format} inputs and steps of {step} columns",
+            needs=f"packed weights, float inputs and steps of {_BYTES} columns or more",
+            fix="Leave arranged out of the plan.",
+        )
     nibbles = stored.format.per_item == 2
     return Order(tl.constexpr(step), tl.constexpr(step if nibbles else _BYTES), tl.constexpr(nibbles))
 

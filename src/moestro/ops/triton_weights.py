@@ -9,7 +9,7 @@ A tile is [BN, BK]: BN rows of one expert's matrix [N, K], BK of its columns. Wh
   takes scales over the largest power of two of a row's, which is applied to the partial sum.
 
 Tiles of nibbles have their columns in an order of their own, in which what a thread of a tensor core holds lies in a
-row of up to 16 bytes; `add_product` brings those of x into the same.
+row of up to 16 bytes; those of x come in the same (`triton_order`), or `add_product` brings them into it.
 """
 
 from __future__ import annotations

@@ -91,12 +91,13 @@ def is_expert(named, num_experts):
 def block_rows(rows, block, BLOCK: tl.constexpr, BM: tl.constexpr, EVERY: tl.constexpr):
     """A block's expert (-1: no rows), and for each of BM rows its place in the order, its pair and whether it is one.
 
-    With EVERY those that are none have places and pairs of others, which may be loaded as they are.
+    With EVERY those that are none have the places and pairs of other rows, which may be loaded.
     """
     local = tl.arange(0, BM)
     if rows.pairs is None:
         named = tl.load(rows.ids + block)
         expert = tl.where(is_expert(named, rows.num_experts), named, -1).to(tl.int32)
+        tl.static_assert(not EVERY, "only ordered rows have others behind them")
         live = (local < 1) & (expert >= 0)
         at = block.to(tl.int64) + local
         pairs = block.to(tl.int64) + local * 0
@@ -153,21 +154,20 @@ def upright(acc, SWAP: tl.constexpr):
 def product(
     rows_at, scales, scale_rows, live, w, map, order, expert, first, columns, K, k_from, k_to,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, SWAP: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """Rows [BM, k_from:k_to] times the expert's weights [columns, k_from:k_to], transposed: [BM, BN].
 
     Weights come through the tensor map where there is one, which has those of output `first` and on in a box. Rows lie
-    in the `order` where there is one, in whole steps. Rows that were rounded have `scales`, in rows `scale_rows` [BM]:
-    one for each block of columns that shares one in the weights. Where a row has one, the sum is unbroken, and of int8
-    an integer; Hopper adds products of 8-bit floats in fewer bits than float32 has.
+    in the `order` where there is one, in whole steps; with EVERY all are loaded. Rows that were rounded have `scales`,
+    in rows `scale_rows` [BM]: one for each block of columns that shares one in the weights. Where a row has one, the
+    sum is unbroken, and of int8 an integer; Hopper adds products of 8-bit floats in fewer bits than float32 has.
     """
     INTEGERS: tl.constexpr = scales is not None and w.columns == 0 and tl.int8 == DTYPE and not INTERPRETED
     acc = zeros(BM, BN, SWAP, tl.int32 if INTEGERS else tl.float32)
     # Triton multiplies by Hopper's own instruction where the left operand has at least 64 rows.
     WGMMA: tl.constexpr = w.warpgroups and (BN if SWAP else BM) >= 64
     tl.static_assert(order is None or WGMMA, "rows are in the order of another instruction")
-    # Masks for each row would leave the registers there.
-    EVERY: tl.constexpr = order is not None and BM >= 64
     begins = begin(w, expert, columns)
     for k0 in tl.range(k_from, k_to, BK):
         x = load_rows(rows_at, live, k0, K, BK, DTYPE, order is not None or w.unit % BK == 0, EVERY)
@@ -335,14 +335,15 @@ def gate_up_tile(
             )  # fmt: skip
     else:
         WIDTH: tl.constexpr = BN // 2 if GATED else BN
-        expert, at, pairs, live = block_rows(rows, block, BLOCK, BM, order is not None and BM >= 64)
+        EVERY: tl.constexpr = order is not None and BM >= 64  # a mask for each row would take too many registers
+        expert, at, pairs, live = block_rows(rows, block, BLOCK, BM, EVERY)
         if expert >= 0:
             first = column * WIDTH
             columns = gate_and_up(first, BN, I, INTERLEAVED) if GATED else first + tl.arange(0, BN)
             rows_at = x + pairs // rows.top_k * x_stride
             acc = product(
                 rows_at, scales, pairs // rows.top_k, live, w, map, order, expert, first, columns,
-                H, 0, H, BM, BN, BK, DTYPE, SWAP,
+                H, 0, H, BM, BN, BK, DTYPE, SWAP, EVERY,
             )  # fmt: skip
             if WEIGHTED:
                 acc = acc * tl.load(rows.weights + pairs, mask=live, other=0.0)[:, None]
@@ -396,7 +397,8 @@ def down_tile(
             )  # fmt: skip
     else:
         piece_size = tl.cdiv(tl.cdiv(I, BK), SPLITS) * BK
-        expert, at, pairs, live = block_rows(rows, block, BLOCK, BM, order is not None and BM >= 64)
+        EVERY: tl.constexpr = order is not None and BM >= 64  # a mask for each row would take too many registers
+        expert, at, pairs, live = block_rows(rows, block, BLOCK, BM, EVERY)
         if expert >= 0:
             first = column * BN
             columns = first + tl.arange(0, BN)
@@ -407,7 +409,7 @@ def down_tile(
             k_to = tl.minimum(k_from + piece_size, I)
             acc = product(
                 rows_at, scales, at, live, w, map, order, expert, first, columns,
-                I, k_from, k_to, BM, BN, BK, DTYPE, SWAP,
+                I, k_from, k_to, BM, BN, BK, DTYPE, SWAP, EVERY,
             )  # fmt: skip
             if piece == 0:
                 acc = with_bias(acc, bias, bias_stride, expert, columns, inside)

@@ -1,7 +1,8 @@
 """The launches of expert_mlp.
 
 The order of rows (none where every pair is a block of its own, two launches for many), gate_up with the activation,
-down with the routing weights, and the sum over slots; before each product one more where rows are rounded.
+down with the routing weights, and the sum over slots; before each product one more where rows are rounded, and one
+before gate_up where the columns of x are put in order.
 Nothing is read back on the host."""
 
 from __future__ import annotations
@@ -140,8 +141,11 @@ def work(x: Tensor, routing: Routing, weights: ExpertWeights, how: Plan, dtype: 
 
 def _orders(weights: ExpertWeights, how: Plan) -> tuple[Order | None, Order | None]:
     """The orders of columns of x and of what stands between the products; None as they come."""
-    of_x = order_of(weights.gate_up, how.gate_up.depth) if how.gate_up.arranged else None
-    return of_x, order_of(weights.down, how.down.depth) if how.down.arranged else None
+    pairs = ((weights.gate_up, how.gate_up), (weights.down, how.down))
+    of_x, between = (
+        order_of(stored, tile.depth, weights.input_format) if tile.arranged else None for stored, tile in pairs
+    )
+    return of_x, between
 
 
 def _reads_own_biases(weights: ExpertWeights) -> bool:

@@ -79,8 +79,8 @@ class Work:
         rows = self._ordered(ids, weights, more) if self.block else Rows(ids, weights, top_k, num_experts)
         left, stride, scales, right, right_scales = x, self.x_stride, None, h, None
         if self.arranging is not None:
-            left = self._arrange(x, stride, more[-1])
-            stride = self.arranging.size
+            self._arrange(x, stride, more[-1])
+            left, stride = more[-1], self.arranging.size
         if self.roundings:
             left, scales, right, right_scales = more[-4:]
             self._round(0, x, stride, (left, scales))
@@ -100,12 +100,11 @@ class Work:
             sort(num_experts, ids, *placed, self.sizes[0], num_experts, bound)
         return Rows(ids, weights, top_k, num_experts, *placed)
 
-    def _arrange(self, x: Any, stride: int, to: Any) -> Any:
-        """Launch what puts the columns of x in order."""
+    def _arrange(self, x: Any, stride: int, to: Any) -> None:
+        """Launch what writes x with its columns in order."""
         of, columns = self.arranging, self.sizes[1]
         assert of is not None
-        self.launches[4](self.tokens[0] * of.parts, x, stride, to, columns, of.size, of.parts, of.order)
-        return to
+        self.launches[-1](self.tokens[0] * of.parts, x, stride, to, columns, of.size, of.parts, of.order)
 
     def _round(self, which: int, rows: Any, stride: int, to: tuple[Any, Any]) -> None:
         """Launch what rounds the rows that meet a product to codes and scales."""
@@ -131,10 +130,8 @@ class Work:
             for rows, rounding in zip((num_tokens, num_pairs), self.roundings, strict=False)
         ]
         first, last, add = self.programs
-        of = self.arranging
-        uses += (
-            [] if of is None else [KernelUse("order columns", "arrange_rows_kernel", num_tokens * of.parts, num_tokens)]
-        )
+        if (of := self.arranging) is not None:
+            uses.append(KernelUse("order columns", "arrange_rows_kernel", num_tokens * of.parts, num_tokens))
         uses += inputs[:1]
         uses += [KernelUse("gate_up", "gate_up_kernel", first, num_pairs)] if inner else []
         uses += inputs[1:]
