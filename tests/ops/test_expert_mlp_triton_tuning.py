@@ -276,7 +276,7 @@ def test_weights_in_registers_are_not_replaced_while_a_product_reads_them():
 
     Each step ends with a wait for all of its products: of weights that are decoded, none is told to wait for fewer.
     """
-    forms = ("mxfp4", "int4-g32-zp", "int4-g128", "nvfp4", "int8", "fp8-e4m3-channel", "fp8-e4m3-b128")
+    forms = ("mxfp4", "nvfp4", "int8")
     lines = [line for line in said("sm_90", *forms, "512", "4096") if "gate_up" in line or "down_" in line]
     assert len(lines) == 4 * len(forms)
     for line in lines:

@@ -107,8 +107,6 @@ def test_every_plan_meets_the_reference(name, plan):
     y = launch(x, routing, weights, how)
     wanted = reference.expert_mlp(x, routing, dequantized(weights, torch.bfloat16))
     assert_close(y, wanted.to(x.dtype), x.dtype)
-    plain = replace(how, gate_up=replace(how.gate_up, arranged=False), down=replace(how.down, arranged=False))
-    assert_close(y, launch(x, routing, weights, plain), x.dtype)
     x[0] = torch.nan
     again = launch(x, routing, weights, how)
     assert again[0].isnan().all()
