@@ -38,7 +38,8 @@ LEAST_MAPPED = 384_000_000
 were read 38 us faster on an H100, OLMoE's 214 MB 9 to 12 us."""
 
 _LIGHT_SCALES = 4.25
-"""Bits of a weight of mxfp4. Scales that take more of them, or more instructions, leave registers for shorter steps."""
+"""Bits of a weight of mxfp4, scales included. With scales that take more, a step of 128 columns needs more registers
+than there are."""
 
 LEAST_COLUMNS = 64
 """Of a tile: where these are too few for all multiprocessors, the sum over I is cut and not the tile."""

@@ -37,8 +37,7 @@ class Work:
         x_stride: from row to row of x.
         block: rows of a block; 0 where pairs are not ordered.
         launches: gate_up, down and the sum over slots, then those that order rows and round them before each product;
-            None for the one that orders them where it takes two, or is not done;
-            the last one arranges x.
+            None for the one that orders them where it takes two, or is not done. The last one arranges x, where it is.
         programs: of the first three.
         gate_up, down: the arguments of these two that describe weights.
         arranging: how the columns of x are put into the order in which gate_up meets them; None as they come.
