@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,26 @@ def _head(*names: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(names)}{'---:|' * len(TOKENS)}"]
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 2 for a file that is no result, or has no points of bench layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", action="store_true")
     parser.add_argument("result", nargs="?", type=Path, help="one file of bench layer")
-    given = parser.parse_args()
-    print(by_error(given.result) if given.result else formats_table() if given.formats else table())
+    given = parser.parse_args(arguments)
+    if given.result is None:
+        print(formats_table() if given.formats else table())
+        return 0
+    try:
+        found = by_error(given.result)
+    except (OSError, ValueError) as error:
+        print(f"summary.py: {given.result} is no result: {error}", file=sys.stderr)
+        return 2
+    if len(found.splitlines()) == 2:
+        print(f"summary.py: {given.result} has no layers beside their peers", file=sys.stderr)
+        return 2
+    print(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

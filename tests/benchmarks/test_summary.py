@@ -83,6 +83,19 @@ def test_the_points_of_one_result_beside_peers_of_no_more_error(summary: ModuleT
     ]
     write(tmp_path, "b", ours("moestro-mxfp4", error=0.1), peer("rough", 0.8, 0.7, error=0.15))
     assert summary.by_error(tmp_path / "b.json").splitlines()[2].endswith("|  | 0.80x rough |")
+    assert summary.main([str(tmp_path / "b.json")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "No such file"), ("{", "is no result"), ('{"rows": []}', "no layers")]
+)
+def test_a_file_that_is_no_result_is_one_plain_line(summary: ModuleType, tmp_path: Path, capsys, text, said) -> None:
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    assert summary.main([str(tmp_path / "a.json")]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
 
 
 def test_what_moestro_has_no_time_for_has_no_number(summary: ModuleType, tmp_path: Path) -> None:
