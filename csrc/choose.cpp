@@ -94,7 +94,7 @@ constexpr FewestTiled kFewestTiled[] = {
 };
 // Where tiles are made of vectors: beside floats, rows of bfloat16, and int8 with a residual. For 32 columns a tile
 // takes 16 products, however many of its tokens are there; the others take 2, 1 and 1 for each token.
-constexpr int64_t kFewestOfVectors = 10, kFewestBesideBfloat16 = 16, kFewestBesideResidual = 48;
+constexpr int64_t kFewestOfVectors = 10, kFewestBesideBfloat16 = 16, kFewestBesideResidual = 32;
 
 int64_t fewest_tiled(const TileOps& tiles, const Projection& p, Input input) {
     if (tiles.are_vectors)

@@ -16,42 +16,60 @@ static void set_width(int) {}
 constexpr int kOnce = 8;             // rows of weights whose sums stay in registers
 constexpr int64_t kPieceBlocks = 8;  // of 32 columns, of which x stays in the first cache while all rows pass
 
-// Adds `blocks` blocks of 32 columns of kOnce rows to c[tile][row][token], whose tiles are `apart` floats apart.
+// Rows of weights from a block of 32 columns on: `stride` bytes from one row to the next, `block_stride` from one block
+// of a row to the next. With scales, `room` apart, sums of these blocks are multiplied by the scale of their row.
+struct BlockRows {
+    const uint8_t* first;
+    int64_t stride, block_stride;
+    const float* scales = nullptr;
+    int64_t room = 0;
+    const uint8_t* next = nullptr;  // rows that will be read soon, or null
+    int64_t next_stride = 0;
+};
+
+// Adds `blocks` blocks of kOnce rows to c[tile][row][token], whose tiles are `apart` floats apart.
 // A block of each row that is read later is fetched with every block, one after a few products: fetched at once they
 // would fill what waits for memory, and x would wait with them.
-template <int Tiles> MOESTRO_INLINE void add_block_products(const uint8_t* rows, int64_t stride, int64_t blocks,
-                                                            const uint32_t* x, int width, int64_t step, float* c,
-                                                            int64_t apart, const uint8_t* next = nullptr,
-                                                            int64_t next_stride = 0) {
+template <int Tiles> MOESTRO_INLINE void add_block_products(const BlockRows& rows, int64_t blocks, const uint32_t* x,
+                                                            int width, int64_t step, float* c, int64_t apart) {
     const auto tokens = static_cast<__mmask16>((1 << width) - 1);
+    const float* const scales = rows.scales;
     __m512 sum[kOnce][Tiles];
 #pragma GCC unroll 8
     for (int r = 0; r < kOnce; ++r)
 #pragma GCC unroll 2
-        for (int t = 0; t < Tiles; ++t) sum[r][t] = _mm512_loadu_ps(c + t * apart + r * kTile);
+        for (int t = 0; t < Tiles; ++t)
+            sum[r][t] = scales ? _mm512_setzero_ps() : _mm512_loadu_ps(c + t * apart + r * kTile);
     const uint8_t* row[kOnce];
 #pragma GCC unroll 8
-    for (int r = 0; r < kOnce; ++r) row[r] = rows + r * stride;
-    const int64_t pairs = blocks * kTile;
-    for (int64_t p = 0; p < pairs; ++p, x += width) {
-        if (next && p % 2 == 0)
-            _mm_prefetch(reinterpret_cast<const char*>(next + p % 16 / 2 * next_stride + p / 16 * 64), _MM_HINT_T1);
-        __m512bh v[Tiles];
+    for (int r = 0; r < kOnce; ++r) row[r] = rows.first + r * rows.stride;
+    for (int64_t b = 0; b < blocks; ++b) {
+        for (int p = 0; p < kTile; ++p, x += width) {
+            if (rows.next && p % 2 == 0)
+                _mm_prefetch(reinterpret_cast<const char*>(rows.next + p / 2 * rows.next_stride + b * 64), _MM_HINT_T1);
+            __m512bh v[Tiles];
 #pragma GCC unroll 2
-        for (int t = 0; t < Tiles; ++t) v[t] = (__m512bh)_mm512_maskz_loadu_epi32(tokens, x + t * step);
+            for (int t = 0; t < Tiles; ++t) v[t] = (__m512bh)_mm512_maskz_loadu_epi32(tokens, x + t * step);
 #pragma GCC unroll 8
-        for (int r = 0; r < kOnce; ++r) {
-            int32_t pair;
-            std::memcpy(&pair, row[r] + 4 * p, sizeof pair);
-            const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+            for (int r = 0; r < kOnce; ++r) {
+                int32_t pair;
+                std::memcpy(&pair, row[r] + 4 * p, sizeof pair);
+                const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 2
-            for (int t = 0; t < Tiles; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w, v[t]);
+                for (int t = 0; t < Tiles; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w, v[t]);
+            }
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < kOnce; ++r) row[r] += rows.block_stride;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kOnce; ++r)
 #pragma GCC unroll 2
-        for (int t = 0; t < Tiles; ++t) _mm512_storeu_ps(c + t * apart + r * kTile, sum[r][t]);
+        for (int t = 0; t < Tiles; ++t) {
+            float* const to = c + t * apart + r * kTile;
+            if (scales) sum[r][t] = fma(F{sum[r][t]}, set1(scales[r * rows.room]), load(to)).v;
+            _mm512_storeu_ps(to, sum[r][t]);
+        }
 }
 
 template <int Tiles> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
@@ -62,24 +80,16 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
         const uint32_t* piece = x + k * kTile * width;
         for (int r = 0; r < 2 * kTile; r += kOnce) {
             const int half = r / kTile, row = r % kTile;
-            const uint8_t* next = s.next[0] ? s.next[half] + row * s.next_stride[half] + k * 64 : nullptr;
-            add_block_products<Tiles>(s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], n, piece, width,
-                                      step, c + r * kTile, kApart, next, s.next_stride[half]);
+            BlockRows rows{s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], 64};
+            if (s.next[0]) rows.next = s.next[half] + row * s.next_stride[half] + k * 64;
+            rows.next_stride = s.next_stride[half];
+            add_block_products<Tiles>(rows, n, piece, width, step, c + r * kTile, kApart);
         }
     }
     if (!s.has_last) return;
     for (int r = 0; r < 2 * kTile; r += kOnce)
-        add_block_products<Tiles>(s.last[r / kTile] + r % kTile * 64, 64, 1, x + s.whole * kTile * width, width, step,
-                                  c + r * kTile, kApart);
-}
-
-// Adds a block's sums of all rows and tiles times the scale of each row's group to c.
-template <int Tiles> static void add_scaled(const Packed& p, int64_t group, const float* sums, float* c) {
-    for (int t = 0; t < Tiles; ++t)
-        for (int row = 0; row < 2 * kTile; ++row) {
-            const int64_t at = (t * 2 * kTile + row) * kTile;
-            store(c + at, fma(load(sums + at), set1(p.scales[row * p.room + group]), load(c + at)));
-        }
+        add_block_products<Tiles>({s.last[r / kTile] + r % kTile * 64, 64, 64}, 1, x + s.whole * kTile * width, width,
+                                  step, c + r * kTile, kApart);
 }
 
 // Blocks of a panel whose columns share their scales.
@@ -90,26 +100,26 @@ MOESTRO_INLINE int64_t blocks_of_group(const Packed& p) {
 
 template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
                                                                bool keep, const uint32_t* x, int64_t step, float* c) {
-    constexpr int64_t kApart = 2 * kTileWords, kBlockWords = 2 * kTile * kColumns;
+    constexpr int64_t kApart = 2 * kTileWords, kBlockWords = 2 * kTile * kColumns, kRowBytes = kColumns * 2;
     const Packed& p = decoder.p;
     const int width = p.rows->width;
     const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords, in_panel = kPanel / kColumns;
     const bool by_group = p.scaled == Scaled::group;
-    const int64_t in_group = by_group ? blocks_of_group(p) : 1;
-    alignas(64) float sums[Tiles * kApart];
-    std::memset(c, 0, sizeof sums);
+    const int64_t at_once = by_group ? blocks_of_group(p) : in_panel;
+    std::memset(c, 0, Tiles * kApart * sizeof(float));
     for (int64_t k = 0; k < blocks; k += in_panel) {
         uint16_t* const panel = panels + (keep ? k / in_panel * kPanelWords : 0);
         for (int r = 0; r < 2 * kTile && decode; r += kPart) decoder.part(k * kColumns, r, panel);
-        for (int64_t b = k; b < k + in_panel && b < blocks; ++b) {
+        const int64_t end = k + in_panel < blocks ? k + in_panel : blocks;
+        for (int64_t b = k; b < end; b += at_once) {
             const auto* tile = reinterpret_cast<const uint8_t*>(panel + (b - k) * kBlockWords);
-            float* const to = by_group ? sums : c;
-            if (by_group && (b - k) % in_group == 0) std::memset(sums, 0, sizeof sums);
-            for (int r = 0; r < 2 * kTile; r += kOnce)
-                add_block_products<Tiles>(tile + r * 64, 64, 1, x + b * kTile * width, width, step, to + r * kTile,
-                                          kApart);
-            const bool ends = (b - k + 1) % in_group == 0 || b + 1 == blocks;
-            if (by_group && ends) add_scaled<Tiles>(p, b * kColumns / p.group, sums, c);
+            for (int r = 0; r < 2 * kTile; r += kOnce) {
+                BlockRows rows{tile + r * kRowBytes, kRowBytes, kBlockWords * 2};
+                if (by_group) rows.scales = p.scales + r * p.room + b * kColumns / p.group;
+                rows.room = p.room;
+                add_block_products<Tiles>(rows, end - b < at_once ? end - b : at_once, x + b * kTile * width, width,
+                                          step, c + r * kTile, kApart);
+            }
         }
     }
 }
