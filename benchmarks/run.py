@@ -39,6 +39,8 @@ RESULTS = Path(__file__).parent / "results"
 TOKENS = (1, 4, 16, 128, 512, 2048)
 AFTER_SECONDS = 45.0
 """Beyond the budget of a GPU's run, for the point that it ends in."""
+NOT_ENDED = "this run did not end: points are missing"
+"""A note of a page that is written before each point, for a run that is broken off."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,14 +81,18 @@ def _layers(options: argparse.Namespace) -> int:
         seconds=options.seconds or 1.0,
     )
     plan = replace(plan, reads=plain_reads(plan.ours, plan.device))
-    report = run(plan, lambda text: print(text, file=sys.stderr))
+    name = options.name or "layers"
+
+    def so_far(report: Report) -> None:
+        if report.rows:
+            notes = {**report.notes, "run": [*report.notes.get("run", []), NOT_ENDED]}
+            partial = replace(report, command=_command(), notes=notes)
+            _keep(options, name, markdown(partial), partial.as_json())
+
+    report = run(plan, _say, so_far)
     report.command = _command()
-    _write_layers(options, options.name or "layers", report)
-    return 1 if report.wrong else 0
-
-
-def _write_layers(options: argparse.Namespace, name: str, report: Report) -> None:
     _picture(report, _write(options, name, markdown(report), report.as_json()))
+    return 1 if report.wrong else 0
 
 
 def _gpu(options: argparse.Namespace, arguments: list[str]) -> int:

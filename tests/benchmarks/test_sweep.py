@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from moestro.bench.records import BUDGET_SPENT, PlanPoint
 from moestro.bench.timing import Budget
 from moestro.errors import UnsupportedError
 from moestro.machine import Roof
-from source import ROOT
 
 ROOF = Roof(4e12, 8e14)
 
@@ -331,19 +329,6 @@ def test_the_time_ends_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
         == 1
     )
     assert [process.returncode for process in started] == [-9]
-
-
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    folder = ROOT / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmarks_run", folder / "run.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -30,14 +30,23 @@ from moestro.errors import UnsupportedError
 Say = Callable[[str], None]
 
 
-def run(plan: Plan, on_point: Say = lambda text: None) -> Report:
-    """Measure the roof, then every point of the plan; `on_point` is called with a short description before each.
+def run(
+    plan: Plan, on_point: Say = lambda text: None, so_far: Callable[[Report], None] = lambda report: None
+) -> Report:
+    """Measure the roof, then every point of the plan.
 
-    Layers of which memory does not hold the top_k experts are named in the notes; an UnsupportedError if all are such.
+    Before each point `on_point` is called with a short description of it, and `so_far` with the report of those that
+    are measured. Layers of which memory does not hold the top_k experts are named in the notes; an UnsupportedError if
+    all are such.
     """
     report, plan = start(plan)
+
+    def before_point(text: str) -> None:
+        so_far(report)
+        on_point(text)
+
     try:
-        refusals = extend(report, plan, Budget(plan.budget, len(plan.points())), on_point)
+        refusals = extend(report, plan, Budget(plan.budget, len(plan.points())), before_point)
         if refusals and not report.rows:
             refusal = refusals[-1]
             raise refusal
