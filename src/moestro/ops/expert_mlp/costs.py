@@ -33,6 +33,10 @@ PLAIN = "torch"
 NEVER = 1 << 40
 """As wide_rows: more rows than there are."""
 
+ALIKE = 1.05
+"""Wide kernels are taken for the most rows of a sample where they take up to so many times as long there: its tokens
+stay in the second cache, from which the weights of a layer push them, and wide kernels read tokens more seldom."""
+
 WEIGHTS = 1 << 19
 """Of a sample, for each thread."""
 
@@ -71,13 +75,15 @@ class Costs:
 
     @functools.cached_property
     def wide_rows(self) -> int:
-        """Rows from which on wide kernels are taken: where all numbers of rows together take least."""
+        """Rows from which on wide kernels are taken: where all numbers of rows together take least; see `ALIKE` too."""
 
         def total(first: int) -> float:
             pairs = zip(self.rows, self.narrow, self.wide, strict=True)
             return sum(math.log(wide if rows >= first else narrow) for rows, narrow, wide in pairs)
 
-        return min((NEVER, *reversed(self.rows)), key=total)
+        found = min((NEVER, *reversed(self.rows)), key=total)
+        alike = self.wide[-1] <= ALIKE * self.narrow[-1]
+        return self.rows[-1] if found == NEVER and alike else found
 
     def at(self, rows: float) -> float:
         """Seconds for a weight that meets so many rows."""
