@@ -82,16 +82,20 @@ def _layers(options: argparse.Namespace) -> int:
     )
     plan = replace(plan, reads=plain_reads(plan.ours, plan.device))
     name = options.name or "layers"
+    unfinished: list[Path] = []
 
     def so_far(report: Report) -> None:
         if report.rows:
             notes = {**report.notes, "run": [*report.notes.get("run", []), NOT_ENDED]}
             partial = replace(report, command=_command(), notes=notes)
-            _keep(options, name, markdown(partial), partial.as_json())
+            unfinished[:] = [_keep(options, f"{name}-unfinished", markdown(partial), partial.as_json())]
 
     report = run(plan, _say, so_far)
     report.command = _command()
     _picture(report, _write(options, name, markdown(report), report.as_json()))
+    for page in unfinished:
+        page.unlink()
+        page.with_suffix(".json").unlink()
     return 1 if report.wrong else 0
 
 

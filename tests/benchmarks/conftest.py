@@ -2,11 +2,11 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from source import ROOT
 from tiny_layers import known_roof, tiny_fixture
 
 __all__ = ["known_roof", "tiny_fixture"]
@@ -15,7 +15,7 @@ __all__ = ["known_roof", "tiny_fixture"]
 @pytest.fixture(scope="session")
 def command() -> ModuleType:
     """The module of benchmarks/run.py."""
-    folder = Path(__file__).parents[2] / "benchmarks"
+    folder = ROOT / "benchmarks"
     sys.path.insert(0, str(folder))
     try:
         spec = importlib.util.spec_from_file_location("benchmarks_run", folder / "run.py")

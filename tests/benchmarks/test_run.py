@@ -15,8 +15,10 @@ from moestro.machine import Roof
 OPTIONS = ("--layers", "olmoe", "--dtypes", "float32", "--peers", "eager", "--seconds", "1e-4", "--tokens", "1,5")
 
 
-def pages(folder: Path) -> tuple[dict[str, object], str]:
-    [found], [text] = folder.glob("*-layers.json"), folder.glob("*-layers.md")
+def pages(folder: Path, name: str) -> tuple[dict[str, object], str]:
+    """The only two files of a folder."""
+    assert len(list(folder.iterdir())) == 2
+    [found], [text] = folder.glob(f"*-{name}.json"), folder.glob(f"*-{name}.md")
     return json.loads(found.read_text()), text.read_text()
 
 
@@ -46,16 +48,16 @@ def test_a_run_that_is_broken_off_leaves_the_points_before(
     monkeypatch.setattr(measure, "run_point", stopped)
     with pytest.raises(KeyboardInterrupt):
         command.main(options)
-    found, text = pages(tmp_path)
+    found, text = pages(tmp_path, "layers-unfinished")
     assert {row["num_tokens"] for row in found["points"]} == {1}
     assert command.NOT_ENDED in found["notes"]
     assert command.NOT_ENDED in text
     assert found["command"].startswith("python benchmarks/run.py")
 
 
-def test_a_run_that_ends_says_nothing_of_it(command: ModuleType, options: list[str], tmp_path: Path) -> None:
+def test_a_run_that_ends_leaves_its_own_pages_only(command: ModuleType, options: list[str], tmp_path: Path) -> None:
     assert command.main(options) == 0
-    found, text = pages(tmp_path)
+    found, text = pages(tmp_path, "layers")
     assert {row["num_tokens"] for row in found["points"]} == {1, 5}
     assert command.NOT_ENDED not in text
     assert found["notes"].count(command.NOT_ENDED) == 0

@@ -54,7 +54,7 @@ struct Experts {
         p.element = element;
         p.scale = has_scale(element) ? static_cast<Scale>(1 + generator() % 5) : Scale::none;
         p.rows = rows, p.columns = columns, p.num_blocks = num_blocks;
-        p.group_columns = is_nibble(element) ? among({16, 32, 64}) : int8 ? 0 : among({0, 128});
+        p.group_columns = is_nibble(element) ? among({16, 32, 64, 128, 256}) : int8 ? 0 : among({0, 128});
         p.group_rows = is_nibble(element) ? 1 : among({0, 1, 128});
         p.row_stride = p.row_bytes();
         p.scale_row_stride = p.num_groups() * bytes_of(p.scale);

@@ -75,6 +75,9 @@ def test_wide_kernels_begin_where_they_are_faster(first):
 @pytest.mark.parametrize(("wide", "first"), [(1.0, ROWS[-1]), (1.04, ROWS[-1]), (1.06, NEVER)])
 def test_wide_kernels_for_the_most_rows_where_they_take_about_as_long(wide, first):
     assert flat(1.0, wide).wide_rows == first
+    fewer = (2.0,) * (len(ROWS) - 1)
+    assert Costs(ROWS, 0.0, (1.0,) * len(ROWS), (*fewer, wide)).wide_rows == first
+    assert Costs(ROWS, 0.0, (*fewer, 1.0), (*fewer, wide)).wide_rows == first
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (3, 5, 2), (2, 4, 4), (4, 3, 1)])

@@ -34,8 +34,9 @@ NEVER = 1 << 40
 """As wide_rows: more rows than there are."""
 
 ALIKE = 1.05
-"""Wide kernels are taken for the most rows of a sample where they take up to so many times as long there: its tokens
-stay in the second cache, from which the weights of a layer push them, and wide kernels read tokens more seldom."""
+"""Tiles are taken for the most rows of a sample where they take up to so many times as long there: its tokens stay in
+the second cache, from which the weights of a layer push them, and tiles read tokens more seldom. Other wide kernels
+go by the rows of a block, which are fewer."""
 
 WEIGHTS = 1 << 19
 """Of a sample, for each thread."""
