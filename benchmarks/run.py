@@ -44,7 +44,7 @@ NOT_ENDED = "this run did not end: points are missing"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 1 if an output was wrong, 2 for bad arguments."""
+    """Returns the exit code: 1 if an output was wrong, 2 for bad arguments, 130 if it was broken off."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--gpu", action="store_true", help="on the CUDA device, with defaults of its own")
@@ -82,15 +82,19 @@ def _layers(options: argparse.Namespace) -> int:
     )
     plan = replace(plan, reads=plain_reads(plan.ours, plan.device))
     name = options.name or "layers"
-    unfinished: list[Path] = []
+    unfinished: set[Path] = set()
 
     def so_far(report: Report) -> None:
         if report.rows:
             notes = {**report.notes, "run": [*report.notes.get("run", []), NOT_ENDED]}
             partial = replace(report, command=_command(), notes=notes)
-            unfinished[:] = [_keep(options, f"{name}-unfinished", markdown(partial), partial.as_json())]
+            unfinished.add(_keep(options, f"{name}-unfinished", markdown(partial), partial.as_json()))
 
-    report = run(plan, _say, so_far)
+    try:
+        report = run(plan, _say, so_far)
+    except KeyboardInterrupt:
+        _say(f"benchmarks/run.py: broken off; measured so far: {', '.join(map(str, unfinished)) or 'nothing'}")
+        return 130
     report.command = _command()
     _picture(report, _write(options, name, markdown(report), report.as_json()))
     for page in unfinished:
@@ -191,7 +195,10 @@ def _rows(reports: list[Report]) -> list[Row]:
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
-    return tuple(int(count) for count in text.split(",")) if text else ()
+    counts = text.split(",") if text else []
+    if not all(count.isdecimal() for count in counts):
+        raise ValueError(f"--tokens {text}: it takes numbers of tokens, separated by commas, 1,16 say")
+    return tuple(map(int, counts))
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...]:

@@ -36,7 +36,11 @@ def options(
 
 
 def test_a_run_that_is_broken_off_leaves_the_points_before(
-    command: ModuleType, options: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: ModuleType,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = measure.run_point
 
@@ -46,8 +50,8 @@ def test_a_run_that_is_broken_off_leaves_the_points_before(
         return whole(point, *rest)
 
     monkeypatch.setattr(measure, "run_point", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        command.main(options)
+    assert command.main(options) == 130
+    assert capsys.readouterr().err.endswith("-layers-unfinished.md\n")
     found, text = pages(tmp_path, "layers-unfinished")
     assert {row["num_tokens"] for row in found["points"]} == {1}
     assert command.NOT_ENDED in found["notes"]
@@ -61,3 +65,9 @@ def test_a_run_that_ends_leaves_its_own_pages_only(command: ModuleType, options:
     assert {row["num_tokens"] for row in found["points"]} == {1, 5}
     assert command.NOT_ENDED not in text
     assert found["notes"].count(command.NOT_ENDED) == 0
+
+
+@pytest.mark.parametrize("tokens", ["a", "1,", "1;2", "-1"])
+def test_tokens_that_are_no_numbers_are_named(command: ModuleType, capsys: pytest.CaptureFixture[str], tokens) -> None:
+    assert command.main([f"--tokens={tokens}"]) == 2
+    assert f"--tokens {tokens}: it takes numbers" in capsys.readouterr().err
