@@ -100,6 +100,7 @@ class Interrupt:
         if name == os.environ["INTERRUPT_AT"]:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 sys.meta_path.insert(0, Interrupt())
 from moestro_command import main
 main()
