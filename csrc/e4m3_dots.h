@@ -46,6 +46,7 @@ public:
         }
     }
     MOESTRO_INLINE Pairs of(__m512i codes) const {
+        __asm__("" : "+v"(codes));  // in a register: gcc loads them anew for each look-up
         const __m512i sizes = _mm512_permutex2var_epi8(upper_[0], codes, upper_[1]);
         // 0xf8: a | (b & c), the sign of the code.
         const __m512i upper = _mm512_ternarylogic_epi32(sizes, codes, _mm512_set1_epi8(-128), 0xf8);
@@ -90,9 +91,35 @@ template <int M, class Load> MOESTRO_INLINE void add_e4m3(const E4m3Pairs& pairs
     }
 }
 
+// Of four rows the scales of their groups, floats at any address, and what sums of all columns are multiplied by.
+struct E4m3Scales {
+    const uint8_t* groups[kRows];
+    float factor[kRows];
+
+    // `scratch` takes those that are not floats where they lie.
+    E4m3Scales(const FourRows& rows, float* scratch) {
+        const int64_t n = (rows.columns + kE4m3Columns - 1) / kE4m3Columns, room = round_up(n + 1, W) + W;
+        for (int r = 0; r < kRows; ++r, scratch += room) {
+            factor[r] = static_cast<float>(1 << kDownBy) * rows.global_scale[r];
+            groups[r] = rows.scales[r];
+            if (rows.group_columns == 0) {
+                factor[r] *= one_scale(rows.scale, rows.scales[r]);
+            } else if (rows.scale != Scale::f32) {
+                read_scales(rows.scale, rows.scales[r], n, 1.0f, scratch, room);
+                groups[r] = reinterpret_cast<const uint8_t*>(scratch);
+            }
+        }
+    }
+    MOESTRO_INLINE float of_group(int r, int64_t group) const {
+        float found;
+        std::memcpy(&found, groups[r] + group * 4, sizeof found);
+        return found;
+    }
+};
+
 // Four rows and M tokens; of groups the sum of each times its scale.
 template <int M, bool ByGroup>
-static void e4m3_dots(const FourRows& rows, const float* const* scales, const float* const* x, float* out) {
+static void e4m3_dots(const FourRows& rows, const E4m3Scales& scales, const float* const* x, float* out) {
     const E4m3Pairs pairs;
     __m512 all[kRows][M];
     const uint8_t* token[M];
@@ -113,7 +140,7 @@ static void e4m3_dots(const FourRows& rows, const float* const* scales, const fl
 #pragma GCC unroll 4
             for (int t = 0; t < M; ++t) sum[t] = _mm512_setzero_ps();
             add_e4m3<M>(pairs, rows.data[r], load, token, k, sum);
-            const __m512 scale = _mm512_set1_ps(scales[r][k / kE4m3Columns]);
+            const __m512 scale = set1(scales.of_group(r, k / kE4m3Columns)).v;
 #pragma GCC unroll 4
             for (int t = 0; t < M; ++t) all[r][t] = _mm512_fmadd_ps(sum[t], scale, all[r][t]);
         }
@@ -131,25 +158,22 @@ static void e4m3_dots(const FourRows& rows, const float* const* scales, const fl
         step(whole, [&](const uint8_t* p, int i)
                         __attribute__((always_inline)) { return _mm512_maskz_loadu_epi8(masks[i], p); });
     }
-    constexpr float kBack =
-        static_cast<float>(1 << kDownBy) / kE4m3Factor;  // scales are multiplied by the latter already
 #pragma GCC unroll 4
     for (int t = 0; t < M; ++t) {
         float* const four = out + kRows * t;
         sums({all[0][t]}, {all[1][t]}, {all[2][t]}, {all[3][t]}, four);
-        for (int r = 0; r < kRows; ++r) four[r] = (ByGroup ? four[r] : four[r] * scales[r][0]) * kBack;
+        for (int r = 0; r < kRows; ++r) four[r] *= scales.factor[r];
     }
 }
 
 template <int M>
-static void e4m3_tile(const FourRows& rows, const float* const* scales, const float* const* x, float* out) {
+static void e4m3_tile(const FourRows& rows, const E4m3Scales& scales, const float* const* x, float* out) {
     rows.group_columns ? e4m3_dots<M, true>(rows, scales, x, out) : e4m3_dots<M, false>(rows, scales, x, out);
 }
 
 static void four_e4m3_rows(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
     in_steps(asked, m, out, [&](const FourRows& four, float* to) {
-        const float *scales[kRows], *zeros[kRows];
-        read_groups<Element::e4m3>(four, scales, zeros, scratch);
+        const E4m3Scales scales(four, scratch);
         for (int64_t t = 0, n = 0; t < m; t += n) {
             n = next_tile(m - t, kDotTokens);
             const auto dots = n == 1 ? e4m3_tile<1> : n == 2 ? e4m3_tile<2> : n == 3 ? e4m3_tile<3> : e4m3_tile<4>;

@@ -339,10 +339,15 @@ static float* read_groups(const FourRows& asked, const float** scales, const flo
     if constexpr (moestro::has_scale(E)) {
         const int64_t n = asked.group_columns ? (asked.columns + asked.group_columns - 1) / asked.group_columns : 1;
         const int64_t room = round_up(n + 1, W) + W;
-        for (int r = 0; r < kRows; ++r, scratch += room) {
+        for (int r = 0; r < kRows; ++r) {
+            if (r > 0 && asked.scales[r] == asked.scales[r - 1] && asked.global_scale[r] == asked.global_scale[r - 1]) {
+                scales[r] = scales[r - 1];  // rows of a block share them
+                continue;
+            }
             read_scales(asked.scale, asked.scales[r], n,
                         asked.global_scale[r] * (E == Element::e4m3 ? kE4m3Factor : 1.0f), scratch, room);
             scales[r] = scratch;
+            scratch += room;
         }
         if constexpr (moestro::has_zeros(E)) {
             for (int r = 0; r < kRows; ++r, scratch += room) {

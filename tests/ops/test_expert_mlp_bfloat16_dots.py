@@ -139,6 +139,21 @@ def test_sums_of_e4m3_that_leave_a_float_before_scales_bring_them_back(isa, name
 
 
 @every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_of_groups_of_any_dtype_at_any_address(isa, dtype):
+    sizes = problems.Sizes(9, 300, 200, 3, 2)
+    x, weights = problem(sizes, name="fp8-e4m3-b128")
+
+    def stored(each):
+        scales = torch.exp2(each.scales.log2().round()).to(dtype)  # which every dtype holds
+        odd = bytearray(1) + bytearray(scales.view(torch.uint8).numpy().tobytes())
+        return replace(each, scales=torch.frombuffer(odd, dtype=dtype, offset=1).view(scales.shape))
+
+    weights = replace(weights, gate_up=stored(weights.gate_up), down=stored(weights.down))
+    close(isa, x, problems.routing(sizes, kind="full"), weights)
+
+
+@every_isa
 @every_format
 def test_values_at_the_ends_of_bfloat16(isa, name):
     """Large values stay finite, and those too small for a normal number are zero."""
