@@ -1,6 +1,6 @@
 // Experts in tiles of bfloat16: 16 rows of weights, bfloat16 as they lie or panels that were decoded, times 16 tokens
-// whose values were put in pairs. Who includes this says how a product is made: `set_width`, `product`,
-// `packed_product`.
+// whose values were put in pairs. Who includes this says how a product is made, `set_width`, `product`,
+// `packed_product`, and before it up to how many tokens a tile is narrow, which takes less time: `kNarrow`.
 //
 // A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever
 // else is in the tile. What stands between the projections is rounded to bfloat16.
@@ -87,11 +87,36 @@ static Source source_of(const TileRows& w, uint8_t* scratch) {
 
 // From now on a tile has so many tokens.
 static void set_width(int width);
-// c[tile][half][row][token] for one or two tiles of tokens, `step` words apart.
-template <int Tiles> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c);
+// c[tile][half][row][token] for one or two tiles of tokens, `step` words apart, the last of which is narrow, or not.
+template <int Tiles, bool Narrow>
+static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c);
 // The same from panels: those of all columns stand one after the other in `panels`, or two take turns.
-template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
-                                                               bool keep, const uint32_t* x, int64_t step, float* c);
+template <int Tiles, bool Narrow, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
+                                                                            bool decode, bool keep, const uint32_t* x,
+                                                                            int64_t step, float* c);
+
+template <int Tiles, bool Narrow> struct Taken {
+    static constexpr int kTiles = Tiles;
+    static constexpr bool kNarrow = Narrow;
+};
+// Calls multiply(first tile, Taken) for tiles two by two, and then each(tile, its sums [half][row][token]) for these.
+// One that is by itself is the last, or the first where the last is narrow, which takes least time beside another one.
+template <class Multiply, class Each>
+MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, float* c, Multiply multiply, Each each) {
+    const bool narrow = last_tokens <= kNarrow;
+    int taken = narrow && tiles % 2 ? 1 : 2;
+    for (int64_t t = 0; t < tiles; t += taken, taken = 2) {
+        if (tiles - t < taken) taken = 1;
+        const bool ends_narrow = narrow && t + taken == tiles;
+        if constexpr (kNarrow > 0) {
+            if (ends_narrow && taken == 2) multiply(t, Taken<2, true>());
+            else if (ends_narrow) multiply(t, Taken<1, true>());
+        }
+        if (!ends_narrow && taken == 2) multiply(t, Taken<2, false>());
+        else if (!ends_narrow) multiply(t, Taken<1, false>());
+        for (int i = 0; i < taken; ++i) each(t + i, c + 2 * i * kTileWords);
+    }
+}
 
 template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, const uint32_t* x, int64_t step,
                                                           int64_t tiles, uint8_t* scratch, Each each) {
@@ -99,19 +124,17 @@ template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, con
     float factors[2 * kTile];
     const Packed p = packed_of(w, reinterpret_cast<float*>(scratch), factors);
     auto* panels = reinterpret_cast<uint16_t*>(scratch + round_up(4 * kTile * p.room * 4, 64));
-    for (int64_t t = 0; t < tiles; t += 2) {
-        const bool two = t + 1 < tiles, decode = t == 0, keep = tiles > 2;
+    const auto multiply = [&](int64_t t, auto taken) {
+        using T = decltype(taken);
         with_decoder(p, [&](const auto& decoder) {
-            if (two) packed_product<2>(decoder, panels, decode, keep, x + t * step, step, c);
-            else packed_product<1>(decoder, panels, decode, keep, x + t * step, step, c);
+            packed_product<T::kTiles, T::kNarrow>(decoder, panels, t == 0, tiles > 2, x + t * step, step, c);
         });
-        for (int i = 0; i < (two ? 2 : 1); ++i) {
-            float* sums = c + 2 * i * kTileWords;
-            for (int row = 0; row < 2 * kTile; ++row)
-                store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
-            each(t + i, sums);
-        }
-    }
+    };
+    two_by_two(tiles, w.last_tokens, c, multiply, [&](int64_t t, float* sums) __attribute__((always_inline)) {
+        for (int row = 0; row < 2 * kTile; ++row)
+            store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
+        each(t, sums);
+    });
 }
 
 // Calls each(tile, its sums [half][row][token]) for every tile of tokens.
@@ -122,13 +145,10 @@ MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles
     if (w.element != Element::bf16) return packed_products(w, x, step, tiles, scratch, each);
     const Source s = source_of(w, scratch);
     alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay as they are
-    for (int64_t t = 0; t < tiles; t += 2) {
-        const bool two = t + 1 < tiles;
-        if (two) product<2>(s, x + t * step, w.width, step, c);
-        else product<1>(s, x + t * step, w.width, step, c);
-        each(t, c);
-        if (two) each(t + 1, c + 2 * kTileWords);
-    }
+    const auto multiply = [&](int64_t t, auto taken) {
+        product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(s, x + t * step, w.width, step, c);
+    };
+    two_by_two(tiles, w.last_tokens, c, multiply, each);
 }
 
 // The first rows of each half are gate's and up's (gated), or the lower and the upper half of 32 columns of h.

@@ -92,15 +92,12 @@ constexpr FewestTiled kFewestTiled[] = {
     {Element::e4m3, Scale::none, 3, 3}, {Element::i8, Scale::none, 5, 6}, {Element::e2m1, Scale::e8m0, 2, 3},
     {Element::e2m1, Scale::none, 5, 8}, {Element::i4, Scale::none, 4, 6}, {Element::u4, Scale::none, 4, 5},
 };
-// Where tiles are made of vectors: beside floats, rows of bfloat16, and int8 with a residual. For 32 columns a tile
-// takes 16 products, however many of its tokens are there; the others take 2, 1 and 1 for each token.
-constexpr int64_t kFewestOfVectors = 10, kFewestBesideBfloat16 = 16, kFewestBesideResidual = 32;
+// Where tiles are made of vectors: beside floats, and beside rows of bfloat16 or int8 with a residual. For 32 columns
+// a tile takes 16 products, of half the size where half of its tokens are there; the others take 2, 1 and 1 a token.
+constexpr int64_t kFewestOfVectors = 10, kFewestBesideOthers = 16;
 
 int64_t fewest_tiled(const TileOps& tiles, const Projection& p, Input input) {
-    if (tiles.are_vectors)
-        return input == Input::int8_residual ? kFewestBesideResidual
-               : input == Input::bfloat16    ? kFewestBesideBfloat16
-                                             : kFewestOfVectors;
+    if (tiles.are_vectors) return input == Input::floats ? kFewestOfVectors : kFewestBesideOthers;
     for (const FewestTiled& each : kFewestTiled)
         if (each.element == p.element && (each.scale == Scale::none || each.scale == p.scale))
             return input == Input::int8_residual ? each.int8_residual : each.floats;
@@ -212,8 +209,8 @@ std::vector<TileRule> tile_rules() {
         found.push_back({weights, each.floats, each.int8_residual});
     }
     found.push_back({"every other", 1, 1});
-    found.push_back({"avx512-bf16: bfloat16 and e4m3", kFewestBesideBfloat16, kFewestBesideBfloat16});
-    found.push_back({"avx512-bf16: others", kFewestOfVectors, kFewestBesideResidual});
+    found.push_back({"avx512-bf16: bfloat16 and e4m3", kFewestBesideOthers, kFewestBesideOthers});
+    found.push_back({"avx512-bf16: others", kFewestOfVectors, kFewestBesideOthers});
     return found;
 }
 

@@ -142,6 +142,7 @@ struct TileRows {
     int64_t columns = 0, group_columns = 0;  // group_columns 0: one scale for all columns
     int64_t out_step = 0;                    // words from one tile of h to the next
     int width = 16;                          // tokens of a tile
+    int last_tokens = 16;                    // of the last of the tiles
     bool out_nibbles = false;                // whether h will meet nibbles
     const uint8_t *data[32], *scales[32], *zeros[32];
     const uint8_t* next[2] = {};  // rows that will be read soon, or null

@@ -178,6 +178,7 @@ private:
             for (int64_t r = 0; r < tiles * 16; ++r) y[r] = r < m ? out + r * kChunk : nullptr;
             TileRows rows = tile_rows(p, 0, at, count[1] ? 16 : 0, 1, count);
             rows.width = tile_width(n_);
+            rows.last_tokens = static_cast<int>(m - (tiles - 1) * 16);
             if (int64_t then = at; reader.ahead(then, 32)) follow(rows, p, 0, then, 16, 1);
             auto* panel = reinterpret_cast<uint8_t*>(part.panel);
             isa_.tiles->down(rows, nullptr, tile(part.first_token / 16), tiles, y, panel);

@@ -1,6 +1,7 @@
 // Which expert computes which token: the routing, turned around.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +20,9 @@ struct Active {
 
     int64_t num_tiles() const { return (num_rows + 15) / 16; }
     int tile_width() const { return moestro::tile_width(num_rows); }
+    int tokens_of(int64_t tile) const {
+        return static_cast<int>(std::min<int64_t>(num_rows - (tile - first_tile) * 16, 16));
+    }
 };
 
 // Rows in the order of experts, those with most rows first; of one expert in the order of slots.

@@ -33,6 +33,7 @@ void Walk::tiled_gate_up(const Active& active, Reader& reader, int64_t first, in
             tile_bias(isa_, call_.gate_up_bias, active.expert, c * every, distance, every, count, values);
         TileRows rows = tile_rows(call_.gate_up, active.expert, c * every, count[1] ? distance : 0, every, count);
         rows.width = active.tile_width();
+        rows.last_tokens = active.tokens_of(first + n - 1);
         rows.out_step = tile_words(call_.intermediate_size);
         rows.out_nibbles = is_nibble(call_.down.element);
         follow(rows, reader, c);
@@ -54,6 +55,7 @@ void Walk::tiled_down(const Active& active, Reader& reader, int64_t first, int64
         const float* bias = tile_bias(isa_, call_.down_bias, active.expert, i, 16, 1, count, values);
         TileRows rows = tile_rows(call_.down, active.expert, i, count[1] ? 16 : 0, 1, count);
         rows.width = active.tile_width();
+        rows.last_tokens = active.tokens_of(first + n - 1);
         follow(rows, reader, i);
         isa_.tiles->down(rows, bias, h_tile(first), n, y, room);
     }

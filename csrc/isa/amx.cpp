@@ -1,6 +1,9 @@
 // Tiles of bfloat16 on AMX.
 
 #define MOESTRO_ISA moestro_amx
+namespace MOESTRO_ISA {
+constexpr int kNarrow = 0;
+}
 #include "../vec_avx512.h"
 #include "../bfloat16_tiles.h"
 
@@ -30,7 +33,7 @@ static void set_width(int width) {
 static void begin() { configure(kTile); }
 static void end() { _tile_release(); }
 
-template <int Tiles> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
+template <int Tiles, bool> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
     __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
     _tile_zero(0);
     _tile_zero(1);
@@ -123,8 +126,9 @@ template <int Tiles> static void add_scaled(const Packed& p, int64_t first, int6
     }
 }
 
-template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
-                                                               bool keep, const uint32_t* x, int64_t step, float* c) {
+template <int Tiles, bool, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
+                                                                     bool decode, bool keep, const uint32_t* x,
+                                                                     int64_t step, float* c) {
     const Packed& p = decoder.p;
     const int width = p.rows->width;
     const bool by_group = p.scaled == Scaled::group;

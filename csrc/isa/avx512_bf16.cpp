@@ -1,6 +1,9 @@
 // Tiles of bfloat16 by dot products of pairs: a vector holds a pair of each of 16 tokens, and a weight's pair is
 // broadcast from where it lies.
 #define MOESTRO_ISA moestro_avx512_bf16
+namespace MOESTRO_ISA {
+constexpr int kNarrow = 8;  // of vectors of half the size
+}
 #include "../bytes_avx512.h"
 #include "../bfloat16_tiles.h"
 #include "../e4m3_dots.h"
@@ -27,19 +30,31 @@ struct BlockRows {
     int64_t next_stride = 0;
 };
 
-// Adds `blocks` blocks of kOnce rows to c[tile][row][token], whose tiles are `apart` floats apart.
+// A pair of each token, times the weight's pair in each lane.
+MOESTRO_INLINE __m512 add_pairs(__m512 sum, __m512i w, __m512bh v) { return _mm512_dpbf16_ps(sum, (__m512bh)w, v); }
+MOESTRO_INLINE __m256 add_pairs(__m256 sum, __m512i w, __m256bh v) {
+    return _mm256_dpbf16_ps(sum, (__m256bh)_mm512_castsi512_si256(w), v);
+}
+
+// Adds `blocks` blocks of kOnce rows to c[tile][row][token], whose tiles are `apart` floats apart; the last is narrow,
+// or not.
 // A block of each row that is read later is fetched with every block, one after a few products: fetched at once they
 // would fill what waits for memory, and x would wait with them.
-template <int Tiles> MOESTRO_INLINE void add_block_products(const BlockRows& rows, int64_t blocks, const uint32_t* x,
-                                                            int width, int64_t step, float* c, int64_t apart) {
+template <int Tiles, bool Narrow> MOESTRO_INLINE void add_block_products(const BlockRows& rows, int64_t blocks,
+                                                                         const uint32_t* x, int width, int64_t step,
+                                                                         float* c, int64_t apart) {
+    constexpr int kWide = Tiles - Narrow;
     const auto tokens = static_cast<__mmask16>((1 << width) - 1);
     const float* const scales = rows.scales;
-    __m512 sum[kOnce][Tiles];
+    __m512 sum[kOnce][kWide + 1];
+    __m256 rest[kOnce];
 #pragma GCC unroll 8
-    for (int r = 0; r < kOnce; ++r)
+    for (int r = 0; r < kOnce; ++r) {
 #pragma GCC unroll 2
-        for (int t = 0; t < Tiles; ++t)
+        for (int t = 0; t < kWide; ++t)
             sum[r][t] = scales ? _mm512_setzero_ps() : _mm512_loadu_ps(c + t * apart + r * kTile);
+        if (Narrow) rest[r] = scales ? _mm256_setzero_ps() : _mm256_loadu_ps(c + kWide * apart + r * kTile);
+    }
     const uint8_t* row[kOnce];
 #pragma GCC unroll 8
     for (int r = 0; r < kOnce; ++r) row[r] = rows.first + r * rows.stride;
@@ -47,32 +62,42 @@ template <int Tiles> MOESTRO_INLINE void add_block_products(const BlockRows& row
         for (int p = 0; p < kTile; ++p, x += width) {
             if (rows.next && p % 2 == 0)
                 _mm_prefetch(reinterpret_cast<const char*>(rows.next + p / 2 * rows.next_stride + b * 64), _MM_HINT_T1);
-            __m512bh v[Tiles];
+            __m512bh v[kWide + 1];
+            __m256bh last;
 #pragma GCC unroll 2
-            for (int t = 0; t < Tiles; ++t) v[t] = (__m512bh)_mm512_maskz_loadu_epi32(tokens, x + t * step);
+            for (int t = 0; t < kWide; ++t) v[t] = (__m512bh)_mm512_maskz_loadu_epi32(tokens, x + t * step);
+            if (Narrow) last = (__m256bh)_mm256_maskz_loadu_epi32(static_cast<__mmask8>(tokens), x + kWide * step);
 #pragma GCC unroll 8
             for (int r = 0; r < kOnce; ++r) {
                 int32_t pair;
                 std::memcpy(&pair, row[r] + 4 * p, sizeof pair);
-                const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+                const __m512i w = _mm512_set1_epi32(pair);
 #pragma GCC unroll 2
-                for (int t = 0; t < Tiles; ++t) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w, v[t]);
+                for (int t = 0; t < kWide; ++t) sum[r][t] = add_pairs(sum[r][t], w, v[t]);
+                if (Narrow) rest[r] = add_pairs(rest[r], w, last);
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kOnce; ++r) row[r] += rows.block_stride;
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kOnce; ++r)
+    for (int r = 0; r < kOnce; ++r) {
+        const float scale = scales ? scales[r * rows.room] : 1.0f;
 #pragma GCC unroll 2
-        for (int t = 0; t < Tiles; ++t) {
+        for (int t = 0; t < kWide; ++t) {
             float* const to = c + t * apart + r * kTile;
-            if (scales) sum[r][t] = fma(F{sum[r][t]}, set1(scales[r * rows.room]), load(to)).v;
+            if (scales) sum[r][t] = _mm512_fmadd_ps(sum[r][t], _mm512_set1_ps(scale), _mm512_loadu_ps(to));
             _mm512_storeu_ps(to, sum[r][t]);
         }
+        if (!Narrow) continue;
+        float* const to = c + kWide * apart + r * kTile;
+        if (scales) rest[r] = _mm256_fmadd_ps(rest[r], _mm256_set1_ps(scale), _mm256_loadu_ps(to));
+        _mm256_storeu_ps(to, rest[r]);
+    }
 }
 
-template <int Tiles> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
+template <int Tiles, bool Narrow>
+static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
     constexpr int64_t kApart = 2 * kTileWords;
     std::memset(c, 0, Tiles * kApart * sizeof(float));
     for (int64_t k = 0; k < s.whole; k += kPieceBlocks) {
@@ -83,13 +108,13 @@ template <int Tiles> static void product(const Source& s, const uint32_t* x, int
             BlockRows rows{s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], 64};
             if (s.next[0]) rows.next = s.next[half] + row * s.next_stride[half] + k * 64;
             rows.next_stride = s.next_stride[half];
-            add_block_products<Tiles>(rows, n, piece, width, step, c + r * kTile, kApart);
+            add_block_products<Tiles, Narrow>(rows, n, piece, width, step, c + r * kTile, kApart);
         }
     }
     if (!s.has_last) return;
     for (int r = 0; r < 2 * kTile; r += kOnce)
-        add_block_products<Tiles>({s.last[r / kTile] + r % kTile * 64, 64, 64}, 1, x + s.whole * kTile * width, width,
-                                  step, c + r * kTile, kApart);
+        add_block_products<Tiles, Narrow>({s.last[r / kTile] + r % kTile * 64, 64, 64}, 1, x + s.whole * kTile * width,
+                                          width, step, c + r * kTile, kApart);
 }
 
 // Blocks of a panel whose columns share their scales.
@@ -98,8 +123,9 @@ MOESTRO_INLINE int64_t blocks_of_group(const Packed& p) {
     return fits ? (p.group < kPanel ? p.group : kPanel) / kColumns : 1;
 }
 
-template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
-                                                               bool keep, const uint32_t* x, int64_t step, float* c) {
+template <int Tiles, bool Narrow, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
+                                                                            bool decode, bool keep, const uint32_t* x,
+                                                                            int64_t step, float* c) {
     constexpr int64_t kApart = 2 * kTileWords, kBlockWords = 2 * kTile * kColumns, kRowBytes = kColumns * 2;
     const Packed& p = decoder.p;
     const int width = p.rows->width;
@@ -117,8 +143,8 @@ template <int Tiles, class Decoder> static void packed_product(const Decoder& de
                 BlockRows rows{tile + r * kRowBytes, kRowBytes, kBlockWords * 2};
                 if (by_group) rows.scales = p.scales + r * p.room + b * kColumns / p.group;
                 rows.room = p.room;
-                add_block_products<Tiles>(rows, end - b < at_once ? end - b : at_once, x + b * kTile * width, width,
-                                          step, c + r * kTile, kApart);
+                add_block_products<Tiles, Narrow>(rows, end - b < at_once ? end - b : at_once, x + b * kTile * width,
+                                                  width, step, c + r * kTile, kApart);
             }
         }
     }

@@ -15,7 +15,7 @@ from moestro.types import GPT_OSS_SWIGLU
 from tolerances import bit_equal
 
 from . import problems
-from .engines import STRATEGIES, check_tiles, every_tiled_isa, run, stored_weights
+from .engines import STRATEGIES, check_tiles, default_mode, every_tiled_isa, run, stored_weights
 from .stored import apart, poison
 
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 66, 130)
@@ -59,6 +59,19 @@ def test_every_activation(isa, activation):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         biases = {"gate_up_bias": weights.gate_up_bias.to(dtype), "down_bias": weights.down_bias.to(dtype)}
         check_tiles(isa, 3 * x, problems.routing(SIZES), replace(weights, **biases))
+
+
+@every_tiled_isa
+@pytest.mark.parametrize("name", ["bfloat16", "mxfp4", "int4-g32", "fp8-e4m3-b128"])
+def test_the_bits_of_a_token_do_not_depend_on_how_full_the_last_tile_is(isa, name):
+    sizes = problems.Sizes(96, 320, 160, 1, 1)
+    x, weights = torch.randn(96, 320).bfloat16(), stored_weights(name, sizes, GPT_OSS_SWIGLU)
+    routing = problems.routing(sizes, kind="full")
+    with default_mode():  # in which sets without a unit for tiles take them, from 16 rows on
+        whole = run(isa, x, routing, weights)
+        for count in range(16, 66):
+            few = Routing(routing.expert_ids[:count], routing.routing_weights[:count])
+            assert bit_equal(run(isa, x[:count], few, weights), whole[:count])
 
 
 @every_tiled_isa
