@@ -22,8 +22,9 @@ from moestro.ops import measured
 from moestro.types import InputFormat, Routing
 from moestro.weights import ExpertWeights
 
-ROWS = (1, 2, 3, 6, 12, 24, 56, 104)
-"""Rows of a sample's expert: few, and such as fill tiles of 16 to one half on average, as those of a batch do."""
+ROWS = (1, 2, 3, 6, 12, 20, 60, 100)
+"""Rows of a sample's expert: few, and such as fill the last tile of 16 to one half on average, as those of a batch do,
+and of 8 too, which a last tile of vectors may have."""
 
 PLAIN_ROWS = (1, 24, 200)
 """Likewise for plain torch, whose time is all but linear between them."""
@@ -33,7 +34,7 @@ PLAIN = "torch"
 NEVER = 1 << 40
 """As wide_rows: more rows than there are."""
 
-ALIKE = 1.05
+ALIKE = 1.1
 """Tiles are taken for the most rows of a sample where they take up to so many times as long there: its tokens stay in
 the second cache, from which the weights of a layer push them, and tiles read tokens more seldom. Other wide kernels
 go by the rows of a block, which are fewer."""
