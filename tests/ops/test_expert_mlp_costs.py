@@ -72,7 +72,7 @@ def test_wide_kernels_begin_where_they_are_faster(first):
     assert Costs(ROWS, 0.0, (1.0,) * len(ROWS), wide).wide_rows == first
 
 
-@pytest.mark.parametrize(("wide", "first"), [(1.0, ROWS[-1]), (1.04, ROWS[-1]), (1.06, NEVER)])
+@pytest.mark.parametrize(("wide", "first"), [(1.0, ROWS[-1]), (1.09, ROWS[-1]), (1.11, NEVER)])
 def test_wide_kernels_for_the_most_rows_where_they_take_about_as_long(wide, first):
     assert flat(1.0, wide).wide_rows == first
     fewer = (2.0,) * (len(ROWS) - 1)
