@@ -1,6 +1,6 @@
 // Experts in tiles of bfloat16: 16 rows of weights, bfloat16 as they lie or panels that were decoded, times 16 tokens
 // whose values were put in pairs. Who includes this says how a product is made, `set_width`, `product`,
-// `packed_product`, and before it up to how many tokens a tile is narrow, which takes less time: `kNarrow`.
+// `packed_product`, and before it up to how many tokens a tile is narrow and takes less time: `kNarrow`, or 0.
 //
 // A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever
 // else is in the tile. What stands between the projections is rounded to bfloat16.
@@ -100,7 +100,8 @@ template <int Tiles, bool Narrow> struct Taken {
     static constexpr bool kNarrow = Narrow;
 };
 // Calls multiply(first tile, Taken) for tiles two by two, and then each(tile, its sums [half][row][token]) for these.
-// One that is by itself is the last, or the first where the last is narrow, which takes least time beside another one.
+// Of an odd number one is by itself: the last, or the first where the last is narrow. A narrow tile takes least time
+// beside another one.
 template <class Multiply, class Each>
 MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, float* c, Multiply multiply, Each each) {
     const bool narrow = last_tokens <= kNarrow;
@@ -120,7 +121,7 @@ MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, float* c, Multipl
 
 template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, const uint32_t* x, int64_t step,
                                                           int64_t tiles, uint8_t* scratch, Each each) {
-    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay as they are
+    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay zero
     float factors[2 * kTile];
     const Packed p = packed_of(w, reinterpret_cast<float*>(scratch), factors);
     auto* panels = reinterpret_cast<uint16_t*>(scratch + round_up(4 * kTile * p.room * 4, 64));
@@ -144,7 +145,7 @@ MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles
     set_width(w.width);
     if (w.element != Element::bf16) return packed_products(w, x, step, tiles, scratch, each);
     const Source s = source_of(w, scratch);
-    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay as they are
+    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay zero
     const auto multiply = [&](int64_t t, auto taken) {
         product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(s, x + t * step, w.width, step, c);
     };

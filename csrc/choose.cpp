@@ -93,7 +93,7 @@ constexpr FewestTiled kFewestTiled[] = {
     {Element::e2m1, Scale::none, 5, 8}, {Element::i4, Scale::none, 4, 6}, {Element::u4, Scale::none, 4, 5},
 };
 // Where tiles are made of vectors: beside floats, and beside rows of bfloat16 or int8 with a residual. For 32 columns
-// a tile takes 16 products, of half the size where half of its tokens are there; the others take 2, 1 and 1 a token.
+// a tile takes 16 products, of half the size in a last tile of at most 8 tokens; the others take 2, 1 and 1 a token.
 constexpr int64_t kFewestOfVectors = 10, kFewestBesideOthers = 16;
 
 int64_t fewest_tiled(const TileOps& tiles, const Projection& p, Input input) {

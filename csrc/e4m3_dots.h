@@ -15,6 +15,7 @@ constexpr int64_t kE4m3Columns = 2 * kCodes;  // of a group
 // The bytes of bfloat16 numbers that stand for codes without their sign, 2^-kDownBy of their values: so many products
 // of the largest numbers do not leave a float before scales bring them back.
 constexpr int kDownBy = 26;
+constexpr float kBack = 1 << kDownBy;
 struct E4m3Bytes {
     uint8_t upper[128] = {}, lower[128] = {};
     constexpr E4m3Bytes() {
@@ -91,7 +92,8 @@ template <int M, class Load> MOESTRO_INLINE void add_e4m3(const E4m3Pairs& pairs
     }
 }
 
-// Of four rows the scales of their groups, floats at any address, and what sums of all columns are multiplied by.
+// Of four rows the scales of their groups, floats at any address, and what sums of all columns are multiplied by,
+// beside kBack.
 struct E4m3Scales {
     const uint8_t* groups[kRows];
     float factor[kRows];
@@ -100,7 +102,7 @@ struct E4m3Scales {
     E4m3Scales(const FourRows& rows, float* scratch) {
         const int64_t n = (rows.columns + kE4m3Columns - 1) / kE4m3Columns, room = round_up(n + 1, W) + W;
         for (int r = 0; r < kRows; ++r, scratch += room) {
-            factor[r] = static_cast<float>(1 << kDownBy) * rows.global_scale[r];
+            factor[r] = rows.global_scale[r];
             groups[r] = rows.scales[r];
             if (rows.group_columns == 0) {
                 factor[r] *= one_scale(rows.scale, rows.scales[r]);
@@ -162,7 +164,7 @@ static void e4m3_dots(const FourRows& rows, const E4m3Scales& scales, const floa
     for (int t = 0; t < M; ++t) {
         float* const four = out + kRows * t;
         sums({all[0][t]}, {all[1][t]}, {all[2][t]}, {all[3][t]}, four);
-        for (int r = 0; r < kRows; ++r) four[r] *= scales.factor[r];
+        for (int r = 0; r < kRows; ++r) four[r] = four[r] * scales.factor[r] * kBack;
     }
 }
 

@@ -164,7 +164,7 @@ struct TileOps {
     // y[t][i] for token t of the tiles and row i; null where there is no token.
     void (*down)(const TileRows& rows, const float* bias, const uint32_t* h, int64_t num_tiles, float* const* y,
                  uint8_t* scratch);
-    bool are_vectors = false;  // made of vectors of 16 tokens: a tile takes as long with one token
+    bool are_vectors = false;  // made of vectors of 16 tokens, or of 8: no unit of the processor multiplies them
 };
 constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256; }
 // Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.

@@ -1,5 +1,5 @@
-// Tiles of bfloat16 by dot products of pairs: a vector holds a pair of each of 16 tokens, and a weight's pair is
-// broadcast from where it lies.
+// Tiles of bfloat16 by dot products of pairs: a vector holds a pair of each of 16 tokens, or of 8, and a weight's pair
+// is broadcast from where it lies.
 #define MOESTRO_ISA moestro_avx512_bf16
 namespace MOESTRO_ISA {
 constexpr int kNarrow = 8;  // of vectors of half the size

@@ -77,6 +77,10 @@ def test_experts_that_fit() -> None:
     reserve = RESERVE_BYTES + 2 * 8 * 4 * (7168 + 2048) * 2
     assert experts_that_fit(spec, torch.bfloat16, reserve + 100 * each, 1) == 100
     assert experts_that_fit(spec, torch.bfloat16, reserve + 100 * each - 1, 1) == 99
+    # Where not all fit, copies of as many bits again do; but at least the experts of one token stay.
+    assert experts_that_fit(spec, torch.bfloat16, reserve + 100 * each, 1, copies=16) == 50
+    assert experts_that_fit(spec, torch.bfloat16, reserve + 9 * each, 1, copies=16) == 8
+    assert experts_that_fit(spec, torch.bfloat16, reserve + 256 * each, 1, copies=16) == 256
     # A transposed family needs room for both layouts.
     scout = LAYERS["llama4-scout"]
     reserve = RESERVE_BYTES + 2 * 4 * (5120 + 8192) * 4
@@ -87,7 +91,7 @@ def test_experts_that_fit() -> None:
 
 def test_fewer_experts_are_said(tiny) -> None:
     layer = make_layer(tiny("deepseek-v3"), torch.float32, 5)
-    assert layer.notes == ["5 of 6 experts: all of them need 0.0 GB in float32"]
+    assert layer.notes == ["5 of 6 experts: all of them need 0.0 GB in float32, beside copies"]
     assert make_layer(tiny("deepseek-v3"), torch.float32, 6).notes == []
     assert "K-contiguous copy" in make_layer(tiny("llama4-scout"), torch.float32, 6).notes[0]
 

@@ -280,7 +280,7 @@ def test_an_error_in_preparing_skips_its_rows(tiny, known_roof: Roof) -> None:
 
 
 def test_a_layer_too_large_does_not_end_the_others(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fit(spec, dtype, free, num_tokens):
+    def fit(spec, dtype, free, num_tokens, copies):
         if spec.name == "mixtral":
             raise unsupported("bench layer", got="mixtral", needs="more memory", fix="Buy some.")
         return 6
@@ -313,10 +313,29 @@ def test_too_much_memory_or_time(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_experts_than_published(tiny, known_roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", lambda spec, dtype, free, num_tokens: 4)
+    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", lambda *given: 4)
     report = run(plan(tiny("deepseek-v3"), peers=()))
     assert {(row.num_experts, row.published_num_experts) for row in report.rows} == {(4, 6)}
     assert report.notes["deepseek-v3 float32"][0].startswith("4 of 6 experts")
+
+
+def test_room_is_asked_for_what_variants_make_of_the_weights(tiny, known_roof: Roof, monkeypatch) -> None:
+    """All that a point's variants hold at once, and the most that one takes while it makes its own."""
+    asked = []
+    monkeypatch.setattr("moestro.bench.measure.experts_that_fit", lambda *given: asked.append(given[-1]) or 6)
+    good = PEERS["eager"]
+
+    def peer(name, refuses=good.refuses, **numbers):
+        return Variant(name, refuses, good.prepare, good.cost, numbers=Numbers(bits=32, bound=1.0, **numbers))
+
+    peers = (
+        peer("small", bits_per_weight=8.0, bits_to_prepare=40.0),
+        peer("large", bits_per_weight=16.0, bits_to_prepare=3.0),
+        peer("refused", lambda spec, dtype: "no", bits_per_weight=100.0),
+    )
+    run(plan(tiny("olmoe"), peers=(good, *peers)))
+    run(plan(tiny("olmoe"), peers=(good,)))
+    assert asked == [64.0, 0.0]
 
 
 def test_json_schema(tiny, known_roof: Roof) -> None:

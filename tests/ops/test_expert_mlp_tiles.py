@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import moestro
 from moestro import Activation, ExpertWeights, Routing
 from moestro.errors import UnsupportedError
 from moestro.formats import FORMATS, PackedTensor, SplitTensor
+from moestro.ops.expert_mlp import crossover
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import bit_equal
 
@@ -63,15 +65,17 @@ def test_every_activation(isa, activation):
 
 @every_tiled_isa
 @pytest.mark.parametrize("name", ["bfloat16", "mxfp4", "int4-g32", "fp8-e4m3-b128"])
-def test_the_bits_of_a_token_do_not_depend_on_how_full_the_last_tile_is(isa, name):
-    sizes = problems.Sizes(96, 320, 160, 1, 1)
-    x, weights = torch.randn(96, 320).bfloat16(), stored_weights(name, sizes, GPT_OSS_SWIGLU)
+def test_the_bits_of_a_token_do_not_depend_on_how_full_the_last_tile_is(isa, name, monkeypatch):
+    monkeypatch.setattr(crossover, "wide_rows", lambda *_: 1)
+    sizes = problems.Sizes(120, 320, 160, 1, 1)
+    x, weights = torch.randn(120, 320).bfloat16(), stored_weights(name, sizes, GPT_OSS_SWIGLU)
     routing = problems.routing(sizes, kind="full")
-    with default_mode():  # in which sets without a unit for tiles take them, from 16 rows on
-        whole = run(isa, x, routing, weights)
-        for count in range(16, 66):
-            few = Routing(routing.expert_ids[:count], routing.routing_weights[:count])
-            assert bit_equal(run(isa, x[:count], few, weights), whole[:count])
+    with default_mode(), moestro.use(implementation=f"cpu-{isa.name}"):
+        whole = moestro.expert_mlp(x, routing, weights)
+        for count in (*range(1, 50), 96, 97, 104, 105):
+            few = x[:count], Routing(routing.expert_ids[:count], routing.routing_weights[:count]), weights
+            assert bit_equal(moestro.expert_mlp(*few), whole[:count])
+            assert {use.kernel for use in moestro.explain(moestro.expert_mlp, *few).kernels} == {"bfloat16 tiles"}
 
 
 @every_tiled_isa

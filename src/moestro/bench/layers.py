@@ -121,7 +121,7 @@ class Layer:
         if self.num_experts < spec.num_experts:
             size = _stored_bytes(spec, self.dtype, spec.num_experts) / 1e9
             count = f"{self.num_experts} of {spec.num_experts} experts"
-            notes.append(f"{count}: all of them need {size:.1f} GB in {dtype_name(self.dtype)}")
+            notes.append(f"{count}: all of them need {size:.1f} GB in {dtype_name(self.dtype)}, beside copies")
         if spec.transposed:
             notes.append(
                 "Transformers computes on its transposed tensors, moestro on a K-contiguous copy as accelerate() makes"
@@ -129,14 +129,19 @@ class Layer:
         return notes
 
 
-def experts_that_fit(spec: LayerSpec, dtype: torch.dtype, free_bytes: int, num_tokens: int) -> int:
+def experts_that_fit(spec: LayerSpec, dtype: torch.dtype, free_bytes: int, num_tokens: int, copies: float = 0.0) -> int:
     """How many of the layer's experts fit into memory, all of them at most; an UnsupportedError below top_k.
 
-    Beside them fit `RESERVE_BYTES` and twice what a call on `num_tokens` tokens works on.
+    Beside them fit `RESERVE_BYTES` and twice what a call on `num_tokens` tokens works on. Where not all experts do,
+    those that are left fit with `copies`, bits for each weight that variants make of them, if top_k experts do.
     """
     each = _stored_bytes(spec, dtype, 1)
     reserve = RESERVE_BYTES + 2 * working_bytes(spec, dtype, num_tokens * spec.top_k)
-    count = min(max(free_bytes - reserve, 0) // each, spec.num_experts)
+    room = max(free_bytes - reserve, 0)
+    count = min(room // each, spec.num_experts)
+    if count < spec.num_experts:
+        with_copies = int(room // (each + 3 * spec.hidden_size * spec.intermediate_size * copies / 8))
+        count = max(with_copies, min(count, spec.top_k))
     if count < spec.top_k:
         raise unsupported(
             "bench layer",

@@ -109,12 +109,23 @@ def extend(report: Report, plan: Plan, budget: Budget, on_point: Say) -> list[Un
 
 
 def _made(points: list[PlanPoint], device: str) -> Layer:
-    """The layer of these points in memory, with as many experts as fit."""
+    """The layer of these points in memory, with as many experts as fit; see `experts_that_fit`."""
     spec, dtype = points[0].spec, points[0].dtype
     release(device)
-    most_tokens = max(place.num_tokens for place in points)
-    num_experts = experts_that_fit(spec, dtype, machine.available_bytes(device), most_tokens)
+    most_tokens, copies = max(place.num_tokens for place in points), max(map(_bits_of_copies, points))
+    num_experts = experts_that_fit(spec, dtype, machine.available_bytes(device), most_tokens, copies)
     return make_layer(spec, dtype, num_experts, device)
+
+
+def _bits_of_copies(place: PlanPoint) -> float:
+    """Of a weight: what the variants of a point make of it, which they hold at once, and while they make it."""
+    kept, most = 0.0, 0.0
+    for variant in place.variants:
+        numbers = variant.numbers
+        with contextlib.suppress(*failures()):  # who breaks makes nothing
+            if numbers.bits_per_weight is not None and variant.refuses(place.spec, place.dtype) is None:
+                kept, most = kept + numbers.bits_per_weight, max(most, numbers.bits_to_prepare)
+    return kept + most
 
 
 def _run_group(

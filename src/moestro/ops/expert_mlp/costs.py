@@ -22,12 +22,12 @@ from moestro.ops import measured
 from moestro.types import InputFormat, Routing
 from moestro.weights import ExpertWeights
 
-ROWS = (1, 2, 3, 6, 12, 20, 60, 100)
-"""Rows of a sample's expert: few, and such as fill the last tile of 16 to one half on average, as those of a batch do,
-and of 8 too, which a last tile of vectors may have."""
+ROWS = (1, 2, 3, 6, 12, 20, 60, 84)
+"""Rows of a sample's expert: few, then such as fill the last tile, of 16 tokens or of 8, to one half on average, as
+those of a batch do; all of them pass at once over weights that are decoded."""
 
 PLAIN_ROWS = (1, 24, 200)
-"""Likewise for plain torch, whose time is all but linear between them."""
+"""Those for plain torch, whose time is all but linear between them."""
 
 PLAIN = "torch"
 
@@ -88,8 +88,8 @@ class Costs:
         return self.rows[-1] if found == NEVER and alike else found
 
     def at(self, rows: float) -> float:
-        """Seconds for a weight that meets so many rows."""
-        found = self.wide if rows >= self.wide_rows else self.narrow
+        """Seconds for a weight that meets so many rows; see `ALIKE` for wide kernels that a sample finds slower."""
+        found = tuple(map(min, self.narrow, self.wide)) if rows >= self.wide_rows else self.narrow
         points = list(zip(self.rows, found, strict=True))
         for (few, low), (many, high) in pairwise(points):
             if rows <= many:
@@ -187,7 +187,9 @@ def costs(way: str, bind: Bind, case: Sample) -> Costs:
         return [call, *(t / size for each in zip(*times, strict=True) for t in _rising(each, call))]
 
     count = 1 + len(rows) * len(choices)
-    call, *found = measured.kept(f"{way}: {case}", measure, lambda numbers: len(numbers) == count and min(numbers) > 0)
+    call, *found = measured.kept(
+        f"{way}, to {rows[-1]} rows: {case}", measure, lambda numbers: len(numbers) == count and min(numbers) > 0
+    )
     return Costs(rows, call, tuple(found[: len(rows)]), tuple(found[-len(rows) :]))
 
 
