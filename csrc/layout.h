@@ -39,13 +39,16 @@ public:
         }
         return static_cast<float*>(data_);
     }
-    // Gives back what is more than a little: to be kept as long as nothing else wants it, where a system has that.
+    // Frees what is more than a little.
     void trim() {
-        if (size_ <= kKeptBytes) return;
+        if (size_ > kKeptBytes) free();
+    }
+    // The same where the system cannot have it kept for as long as nothing else wants it.
+    void lend() {
 #if defined(__linux__) && defined(MADV_FREE)
-        if (madvise(data_, static_cast<size_t>(size_), MADV_FREE) == 0) return;
+        if (size_ > kKeptBytes && madvise(data_, static_cast<size_t>(size_), MADV_FREE) == 0) return;
 #endif
-        free();
+        trim();
     }
 
 private:
@@ -69,6 +72,7 @@ template <class Owner> struct Workspace {
         return own;
     }
     static void release() { arena().trim(), scratch().trim(); }
+    static void lend() { arena().lend(), scratch().trim(); }
 };
 
 // Where column k of a vector lies for the weights that it meets, as kernels.h walks them.

@@ -265,7 +265,7 @@ void expert_mlp(const Isa& isa, const Call& call) {
     const int64_t most = tokens_at_once(isa, call, input_of(isa, call));
     const ExpertIds ids = read_ids(call);
     const struct Release {
-        ~Release() { Walk::release(); }
+        ~Release() { Walk::lend(); }
     } release;
     for (int64_t t = 0; t < call.num_tokens; t += most)
         Walk(isa, call, ids, t, std::min(most, call.num_tokens - t)).run();
