@@ -43,7 +43,7 @@ public:
     void trim() {
         if (size_ > kKeptBytes) free();
     }
-    // The same where the system cannot have it kept for as long as nothing else wants it.
+    // Keeps it, as memory that the system may take back; where a system has none of that kind, as `trim`.
     void lend() {
 #if defined(__linux__) && defined(MADV_FREE)
         if (size_ > kKeptBytes && madvise(data_, static_cast<size_t>(size_), MADV_FREE) == 0) return;

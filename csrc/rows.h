@@ -20,6 +20,7 @@ struct Active {
 
     int64_t num_tiles() const { return (num_rows + 15) / 16; }
     int tile_width() const { return moestro::tile_width(num_rows); }
+    // Of a tile, which is numbered among those of all experts.
     int tokens_of(int64_t tile) const {
         return static_cast<int>(std::min<int64_t>(num_rows - (tile - first_tile) * 16, 16));
     }

@@ -91,7 +91,7 @@ def test_experts_that_fit() -> None:
 
 def test_fewer_experts_are_said(tiny) -> None:
     layer = make_layer(tiny("deepseek-v3"), torch.float32, 5)
-    assert layer.notes == ["5 of 6 experts: all of them need 0.0 GB in float32, beside copies"]
+    assert layer.notes == ["5 of 6 experts: all of them need 0.0 GB in float32, without copies"]
     assert make_layer(tiny("deepseek-v3"), torch.float32, 6).notes == []
     assert "K-contiguous copy" in make_layer(tiny("llama4-scout"), torch.float32, 6).notes[0]
 

@@ -39,10 +39,9 @@ def measures(poisoned_memory, tmp_path, monkeypatch):
         cache.cache_clear()
 
 
-def flat(seconds, wide=None, call=0.0):
-    """So many seconds a weight with any number of rows; `wide` with wide kernels."""
-    other = seconds if wide is None else wide
-    return Costs(ROWS, call, (seconds,) * len(ROWS), (other,) * len(ROWS))
+def flat(seconds, call=0.0):
+    """So many seconds a weight with any number of rows."""
+    return Costs(ROWS, call, (seconds,) * len(ROWS), (seconds,) * len(ROWS))
 
 
 def pretend(monkeypatch, engine, plain):
@@ -72,12 +71,8 @@ def test_wide_kernels_begin_where_they_are_faster(first):
     assert Costs(ROWS, 0.0, (1.0,) * len(ROWS), wide).wide_rows == first
 
 
-@pytest.mark.parametrize(("wide", "first"), [(1.0, ROWS[-1]), (1.09, ROWS[-1]), (1.11, NEVER)])
-def test_wide_kernels_for_the_most_rows_where_they_take_about_as_long(wide, first):
-    assert flat(1.0, wide).wide_rows == first
-    fewer = (2.0,) * (len(ROWS) - 1)
-    assert Costs(ROWS, 0.0, (1.0,) * len(ROWS), (*fewer, wide)).wide_rows == first
-    assert Costs(ROWS, 0.0, (*fewer, 1.0), (*fewer, wide)).wide_rows == first
+def test_no_wide_kernels_where_nothing_is_gained():
+    assert flat(1.0).wide_rows == NEVER
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (3, 5, 2), (2, 4, 4), (4, 3, 1)])

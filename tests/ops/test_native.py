@@ -319,3 +319,32 @@ print("well")
 def test_memory_that_is_not_there_is_an_error_and_no_more(threads):
     said = output("-c", STARVED.format(threads=threads)).split("\n")
     assert said[:3] == ["too little", "too little", "well"]
+
+
+LENT = """
+import resource, torch
+from moestro import ExpertWeights, Routing
+from moestro.ops.expert_mlp import expert_mlp
+
+def pages():
+    return int(open("/proc/self/statm").read().split()[0])
+
+def lent():
+    lines = open("/proc/self/smaps").read().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("LazyFree:")) << 10
+
+weights = ExpertWeights.from_dense(torch.randn(4, 64, 64), torch.randn(4, 64, 32))
+x = torch.randn(60000, 64)
+routing = Routing(torch.arange(60000)[:, None].expand(-1, 2).remainder(4).contiguous(), torch.ones(60000, 2))
+expert_mlp(x[:4], Routing(routing.expert_ids[:4], routing.routing_weights[:4]), weights)
+before, first = pages(), expert_mlp(x, routing, weights)
+print((pages() - before) * resource.getpagesize() - first.nbytes, lent())
+assert torch.equal(expert_mlp(x, routing, weights), first)
+"""
+
+
+@needs_engine
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="such memory is Linux's")
+def test_memory_of_many_tokens_is_kept_until_the_system_wants_it():
+    kept, lent = map(int, output("-c", LENT).split())
+    assert min(kept, lent) > 32 << 20

@@ -121,7 +121,7 @@ class Layer:
         if self.num_experts < spec.num_experts:
             size = _stored_bytes(spec, self.dtype, spec.num_experts) / 1e9
             count = f"{self.num_experts} of {spec.num_experts} experts"
-            notes.append(f"{count}: all of them need {size:.1f} GB in {dtype_name(self.dtype)}, beside copies")
+            notes.append(f"{count}: all of them need {size:.1f} GB in {dtype_name(self.dtype)}, without copies")
         if spec.transposed:
             notes.append(
                 "Transformers computes on its transposed tensors, moestro on a K-contiguous copy as accelerate() makes"

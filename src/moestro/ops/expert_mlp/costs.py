@@ -24,7 +24,7 @@ from moestro.weights import ExpertWeights
 
 ROWS = (1, 2, 3, 6, 12, 20, 60, 84)
 """Rows of a sample's expert: few, then such as fill the last tile, of 16 tokens or of 8, to one half on average, as
-those of a batch do; all of them pass at once over weights that are decoded."""
+those of a batch do; of more rows than a block has, each block would read the weights again."""
 
 PLAIN_ROWS = (1, 24, 200)
 """Those for plain torch, whose time is all but linear between them."""
@@ -33,11 +33,6 @@ PLAIN = "torch"
 
 NEVER = 1 << 40
 """As wide_rows: more rows than there are."""
-
-ALIKE = 1.1
-"""Tiles are taken for the most rows of a sample where they take up to so many times as long there: its tokens stay in
-the second cache, from which the weights of a layer push them, and tiles read tokens more seldom. Other wide kernels
-go by the rows of a block, which are fewer."""
 
 WEIGHTS = 1 << 19
 """Of a sample, for each thread."""
@@ -77,19 +72,17 @@ class Costs:
 
     @functools.cached_property
     def wide_rows(self) -> int:
-        """Rows from which on wide kernels are taken: where all numbers of rows together take least; see `ALIKE` too."""
+        """Rows from which on wide kernels are taken: where all numbers of rows together take least."""
 
         def total(first: int) -> float:
             pairs = zip(self.rows, self.narrow, self.wide, strict=True)
             return sum(math.log(wide if rows >= first else narrow) for rows, narrow, wide in pairs)
 
-        found = min((NEVER, *reversed(self.rows)), key=total)
-        alike = self.wide[-1] <= ALIKE * self.narrow[-1]
-        return self.rows[-1] if found == NEVER and alike else found
+        return min((NEVER, *reversed(self.rows)), key=total)
 
     def at(self, rows: float) -> float:
-        """Seconds for a weight that meets so many rows; see `ALIKE` for wide kernels that a sample finds slower."""
-        found = tuple(map(min, self.narrow, self.wide)) if rows >= self.wide_rows else self.narrow
+        """Seconds for a weight that meets so many rows."""
+        found = self.wide if rows >= self.wide_rows else self.narrow
         points = list(zip(self.rows, found, strict=True))
         for (few, low), (many, high) in pairwise(points):
             if rows <= many:
