@@ -9,6 +9,8 @@ namespace {
 constexpr int64_t kFewestForEight = 7;
 // Token rows of a block from which on tiles of int8 are faster than dots.
 constexpr int64_t kFewestForInt8Tiles = 5;
+// Rows of an expert up to which codes of e4m3 become floats in registers.
+constexpr int64_t kFewE4m3Rows = 8;
 
 constexpr int64_t kWorkspaceBytes = 256 << 20;  // what a call takes beside its arguments; more tokens go in turns
 constexpr int64_t kLinearWorkspaceBytes = 64 << 20;
@@ -55,6 +57,15 @@ const Rule kRules[kNumKernels] = {
              "tokens in bfloat16, and each projection in bfloat16 (avx512-bf16, neon-i8mm) or, with one scale a row "
              "or for 128 columns, in e4m3 (avx512-bf16)");
      }},
+    {Kernel::e4m3_dots, "e4m3 dots", [](const Case& c) { return c.input == Input::e4m3 && c.group_scales; },
+     [] {
+         return "each projection in e4m3, with one scale a row or for a multiple of 64 columns, and at most " +
+                std::to_string(kFewE4m3Rows) +
+                " rows of the expert, unless PyTorch is deterministic (avx2, avx2-vnni, where the processor "
+                "multiplies subnormal numbers as fast as others)";
+     }},
+    {Kernel::decoded_e4m3_dots, "decoded e4m3 dots", [](const Case& c) { return c.input == Input::e4m3; },
+     [] { return std::string("the same with more rows"); }},
     {Kernel::eight_row_dots, "eight-row dots",
      [](const Case& c) {
          return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
@@ -112,6 +123,10 @@ bool takes_bfloat16(const Isa& isa, const FloatArray& x, const Projection& p) {
            (p.element == Element::e4m3 && e4m3 && (p.group_columns == 0 || p.group_columns == e4m3));
 }
 
+bool takes_e4m3(const Isa& isa, const Projection& p) {
+    return shifts_e4m3(isa) && p.element == Element::e4m3 && p.group_columns % 64 == 0;
+}
+
 bool takes_int8(const Projection& p) {
     const bool one_scale_a_row = is_nibble(p.element) || p.group_columns == 0;
     return is_integer(p.element) && one_scale_a_row && p.columns <= kMostInt8Columns;
@@ -131,14 +146,18 @@ Kernel choose(const Case& asked) {
     return Kernel::decoded_dots;
 }
 
+bool shifts_e4m3(const Isa& isa) { return isa.e4m3 && !lacking(all_of({Feature::subnormals})); }
+
 Input input_of(const Isa& isa, const LinearCall& call) {
     if (takes_bfloat16(isa, call.x, call.weights)) return Input::bfloat16;
+    if (takes_e4m3(isa, call.weights) && !call.same_bits) return Input::e4m3;
     return input_of_integers(isa, call.x.dtype != Element::f32 && takes_int8(call.weights) && !call.same_bits);
 }
 
 Input input_of(const Isa& isa, const Call& call) {
     if (call.int8_input) return Input::int8;
     if (takes_bfloat16(isa, call.x, call.gate_up) && takes_bfloat16(isa, call.x, call.down)) return Input::bfloat16;
+    if (takes_e4m3(isa, call.gate_up) && takes_e4m3(isa, call.down) && !call.same_bits) return Input::e4m3;
     const bool can = call.x.dtype != Element::f32 && takes_int8(call.gate_up) && takes_int8(call.down);
     return input_of_integers(isa, can && !call.same_bits);
 }
@@ -149,6 +168,7 @@ const RowOps* row_ops(const Isa& isa, Input input) {
         case Input::int8: return isa.int8;
         case Input::int8_residual: return isa.int8_residual;
         case Input::int16: return isa.int16;
+        case Input::e4m3: return isa.e4m3;
         default: return nullptr;
     }
 }
@@ -160,8 +180,8 @@ int64_t fewest_tiled(const Isa& isa, const Call& call, Input input) {
     return std::max(fewest_tiled(*isa.tiles, call.gate_up, input), fewest_tiled(*isa.tiles, call.down, input));
 }
 
-bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows) {
-    return !call.same_bits && expert_rows <= isa.direct_tokens;
+bool group_scales(const Isa& isa, Input input, bool same_bits, int64_t expert_rows) {
+    return !same_bits && expert_rows <= (input == Input::e4m3 ? kFewE4m3Rows : isa.direct_tokens);
 }
 
 bool takes_tiles(const Isa& isa, const LinearCall& call) {

@@ -9,7 +9,7 @@
 namespace moestro {
 
 // How rows of tokens meet weights.
-enum class Input : int { floats, bfloat16, int8, int8_residual, int16 };
+enum class Input : int { floats, bfloat16, int8, int8_residual, int16, e4m3 };
 
 enum class Kernel : int {
     bfloat16_tiles,
@@ -18,12 +18,14 @@ enum class Kernel : int {
     int8_residual_dots,
     int16_dots,
     bfloat16_dots,
+    e4m3_dots,
+    decoded_e4m3_dots,
     eight_row_dots,
     group_scaled_dots,
     direct_dots,
     decoded_dots,
 };
-constexpr int kNumKernels = 10;
+constexpr int kNumKernels = 12;
 
 // The products of one matrix of weights with a block of token rows.
 struct Case {
@@ -38,6 +40,10 @@ struct Case {
 };
 Kernel choose(const Case& asked);
 
+// Whether codes of e4m3 become floats by a shift: the set can do that, and the processor takes subnormal numbers at no
+// cost.
+bool shifts_e4m3(const Isa& isa);
+
 // What the rows of a call become.
 Input input_of(const Isa& isa, const Call& call);
 Input input_of(const Isa& isa, const LinearCall& call);
@@ -47,7 +53,7 @@ const RowOps* row_ops(const Isa& isa, Input input);  // null for floats
 int64_t fewest_tiled(const Isa& isa, const Call& call, Input input);
 bool takes_tiles(const Isa& isa, const LinearCall& call);
 // Whether scales multiply the sums of their groups, for an expert with so many rows.
-bool group_scales(const Isa& isa, const Call& call, int64_t expert_rows);
+bool group_scales(const Isa& isa, Input input, bool same_bits, int64_t expert_rows);
 // Token rows that meet a range of weights before the next ones do.
 int64_t token_block(const Call& call);
 // Tokens that fit into the workspace at once; 16 always do.

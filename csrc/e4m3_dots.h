@@ -6,6 +6,7 @@
 #pragma once
 
 #include "bfloat16_dots.h"
+#include "e4m3_scales.h"
 
 namespace MOESTRO_ISA {
 
@@ -91,33 +92,6 @@ template <int M, class Load> MOESTRO_INLINE void add_e4m3(const E4m3Pairs& pairs
         }
     }
 }
-
-// Of four rows the scales of their groups, floats at any address, and what sums of all columns are multiplied by,
-// beside kBack.
-struct E4m3Scales {
-    const uint8_t* groups[kRows];
-    float factor[kRows];
-
-    // `scratch` takes those that are not floats where they lie.
-    E4m3Scales(const FourRows& rows, float* scratch) {
-        const int64_t n = (rows.columns + kE4m3Columns - 1) / kE4m3Columns, room = round_up(n + 1, W) + W;
-        for (int r = 0; r < kRows; ++r, scratch += room) {
-            factor[r] = rows.global_scale[r];
-            groups[r] = rows.scales[r];
-            if (rows.group_columns == 0) {
-                factor[r] *= one_scale(rows.scale, rows.scales[r]);
-            } else if (rows.scale != Scale::f32) {
-                read_scales(rows.scale, rows.scales[r], n, 1.0f, scratch, room);
-                groups[r] = reinterpret_cast<const uint8_t*>(scratch);
-            }
-        }
-    }
-    MOESTRO_INLINE float of_group(int r, int64_t group) const {
-        float found;
-        std::memcpy(&found, groups[r] + group * 4, sizeof found);
-        return found;
-    }
-};
 
 // Four rows and M tokens; of groups the sum of each times its scale.
 template <int M, bool ByGroup>

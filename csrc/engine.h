@@ -230,6 +230,7 @@ struct Isa {
     const RowOps* int8_residual =
         nullptr;                    // for rows of 16 bits and weights that are integers: two rows of int8 for each
     const RowOps* int16 = nullptr;  // likewise: integers of 16 bits
+    const RowOps* e4m3 = nullptr;   // for rows of floats and weights of e4m3, in the order of the codes
 
     bool runs_here() const { return lacking(needs) == 0; }
 };

@@ -375,9 +375,10 @@ static FourRows piece_of(const FourRows& rows, int64_t k, int64_t n, const float
 }
 
 // Many tokens: a piece of the four rows is decoded into the first cache and stays there while all tokens pass. It is
-// all columns where a shorter one would cut a group.
-template <Element E>
-static void in_pieces(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
+// all columns where a shorter one would cut a group. `decode(rows, scales, zeros, panel)` has the rows be those of the
+// panel.
+template <Element E, class Decode> static void in_pieces(const FourRows& asked, const float* const* x, int64_t m,
+                                                         float* out, float* scratch, Decode decode) {
     PartialDots table[kRegisterTokens + 1];
     fill_partial<kRegisterTokens>(table);
     const float *scales[kRows] = {}, *zeros[kRows] = {};
@@ -390,7 +391,7 @@ static void in_pieces(const FourRows& asked, const float* const* x, int64_t m, f
         const float *s[kRows], *z[kRows];
         std::memcpy(s, scales, sizeof s), std::memcpy(z, zeros, sizeof z);
         FourRows rows = piece_of<E>(asked, k, k + most < columns ? most : columns - k, s, z);
-        if constexpr (E != Element::f32) decode<E>(rows, s, z, scratch);
+        if constexpr (E != Element::f32) decode(rows, s, z, scratch);
         for (int64_t t = 0, n = 0; t < m; t += n) {
             n = next_tile(m - t, kRegisterTokens);
             if constexpr (E == Element::f32) next.some();
@@ -405,7 +406,7 @@ template <Element E>
 static void run(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
     const bool many = m > 2 * kRegisterTokens || (m > kRegisterTokens && asked.columns > 2 * kPiece);
     if (many && asked.columns > 0 && (E == Element::f32 || asked.decoded))
-        return in_pieces<E>(asked, x, m, out, scratch);
+        return in_pieces<E>(asked, x, m, out, scratch, decode<E>);
     const float* scales[kRows] = {};
     const float* zeros[kRows] = {};
     scratch = read_groups<E>(asked, scales, zeros, scratch);

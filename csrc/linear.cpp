@@ -11,6 +11,7 @@
 #include "layout.h"
 #include "schedule.h"
 #include "stored_rows.h"
+#include "subnormals.h"
 #include "team.h"
 
 namespace moestro {
@@ -73,6 +74,7 @@ private:
     }
 
     void take_ranges() {
+        const KeepSubnormals keep;
         const int64_t sums = kChunk * kBlock, segment = kBlock * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
@@ -115,8 +117,9 @@ private:
         asked.input = input_of(isa_, call_);
         asked.rows = m;
         asked.wide_rows = call_.wide_rows;
+        asked.group_scales = asked.input == Input::e4m3 && group_scales(isa_, asked.input, call_.same_bits, n_);
         const Kernel kernel = choose(asked);
-        asked.input = Input::floats;
+        asked.input = Input::floats, asked.group_scales = false;
         asked.rows = m - integers;
         const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
         if (reader.counts && integers > 0) count(Stage::linear, kernel);
@@ -124,8 +127,9 @@ private:
         const int64_t most = integers > 0 && integers < m ? 1 : kChunk;
         for (int64_t at = part.first_row; at < part.last_row;) {
             FourRows rows = describe(reader, at, most);
-            rows.decoded = float_kernel == Kernel::decoded_dots;
+            rows.decoded = kernel == Kernel::decoded_e4m3_dots;
             if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
+            rows.decoded = float_kernel == Kernel::decoded_dots;
             if (integers < m) isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
             ReadRow four[4];
             rows_of_step(*reader.range, at, four);

@@ -45,7 +45,7 @@ void add_expert(const Isa& isa, const Call& call, const Active& active, Sums& su
             asked.input = input;
             asked.takes_tiles = active.tiled;
             asked.may_take_eight = true;
-            asked.group_scales = group_scales(isa, call, active.num_rows);
+            asked.group_scales = group_scales(isa, input, call.same_bits, active.num_rows);
             asked.rows = m;
             asked.wide_rows = call.wide_rows;
             sums.add(stage, choose(asked), m);
@@ -77,6 +77,7 @@ std::vector<Planned> plan(const Isa& isa, const LinearCall& call) {
             asked.takes_tiles = takes_tiles(isa, call);
             asked.input = input_of(isa, call);
             asked.rows = std::min(kTokenBlock, n - t);
+            asked.group_scales = asked.input == Input::e4m3 && group_scales(isa, asked.input, call.same_bits, n);
             asked.wide_rows = call.wide_rows;
             sums.add(Stage::linear, choose(asked), asked.rows);
         }

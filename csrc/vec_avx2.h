@@ -80,11 +80,14 @@ inline Two load_two_e4m3_but_nan(const uint8_t* p) {
 }
 struct NanOfE4m3 {
     __m256i most = _mm256_setzero_si256();
-    // 64 elements: without its sign NaN is the largest of bytes.
+    // Without its sign NaN is the largest of bytes.
+    inline __attribute__((always_inline)) void see(__m256i codes) {
+        most = _mm256_max_epu8(most, _mm256_add_epi8(codes, codes));
+    }
+    // 64 elements.
     inline __attribute__((always_inline)) void see(const uint8_t* p) {
-        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
-        most = _mm256_max_epu8(most, _mm256_max_epu8(_mm256_add_epi8(a, a), _mm256_add_epi8(b, b)));
+        see(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        see(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32)));
     }
     bool seen() const {
         return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(static_cast<char>(0xfe)))) != 0;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "counts.h"
+#include "subnormals.h"
 #include "team.h"
 
 namespace moestro {
@@ -160,6 +161,7 @@ Walk::Room Walk::room_of_thread() const {
 }
 
 void Walk::take_ranges() {
+    const KeepSubnormals keep;
     if (rows_.num_tiles) isa_.tiles->begin();
     const Room room = room_of_thread();
     Reader reader(queue_);

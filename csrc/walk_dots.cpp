@@ -15,7 +15,7 @@ int rows_at_once(Kernel kernel) {
 
 void take_kernel(FourRows& rows, Kernel kernel) {
     rows.group_scaled = kernel == Kernel::group_scaled_dots;
-    rows.decoded = kernel == Kernel::decoded_dots;
+    rows.decoded = kernel == Kernel::decoded_dots || kernel == Kernel::decoded_e4m3_dots;
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     Case asked{isa_, p};
     asked.input = input_;
     asked.may_take_eight = true;
-    asked.group_scales = group_scales(isa_, call_, active.num_rows);
+    asked.group_scales = group_scales(isa_, input_, call_.same_bits, active.num_rows);
     asked.rows = m;
     asked.wide_rows = call_.wide_rows;
     const Kernel kernel = choose(asked);
@@ -128,8 +128,9 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
         FourRows rows;
         const int64_t n = products.integers;
         describe<4>(products, reader, column, n > 0 && n < m ? 1 : kSums / (4 * m), &rows);
-        take_kernel(rows, products.float_kernel);
+        take_kernel(rows, products.kernel);
         if (n > 0) row_ops_->four_rows(rows, products.x, n, sums, room.panel);
+        take_kernel(rows, products.float_kernel);
         if (n < m) isa_.four_rows(rows, products.x + n, m - n, sums + 4 * n, room.panel);
         return rows.steps;
     }

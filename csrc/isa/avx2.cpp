@@ -1,6 +1,7 @@
 #define MOESTRO_ISA moestro_avx2
 #include "../bytes_avx2.h"
 #include "../epilogue.h"
+#include "../e4m3_rows.h"
 #include "../int16.h"
 #include "../int8.h"
 
@@ -12,6 +13,7 @@ constexpr moestro::Isa make_isa() {
     isa.four_rows = four_rows;
     isa.int8 = &kInt8;
     isa.int16 = &kInt16;
+    isa.e4m3 = &kE4m3;
     return isa;
 }
 

@@ -3,6 +3,7 @@
 #define MOESTRO_VNNI_256
 #include "../bytes_avx2.h"
 #include "../epilogue.h"
+#include "../e4m3_rows.h"
 #include "../int8_residual.h"
 
 namespace MOESTRO_ISA {
@@ -14,6 +15,7 @@ constexpr moestro::Isa make_isa() {
     isa.four_rows = four_rows;
     isa.int8 = &kInt8;
     isa.int8_residual = &kInt8Residual;
+    isa.e4m3 = &kE4m3;
     return isa;
 }
 

@@ -36,6 +36,7 @@ class Isa:
         multiplies_int8: whether it multiplies an int8 input.
         multiplies_int8_residual: whether a row of 16 bits meets weights that are integers as int8 and an int8 residual.
         multiplies_int16: whether it meets them as integers of 16 bits.
+        shifts_e4m3: whether codes of e4m3 become floats by a shift.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Isa:
     multiplies_int8: bool = False
     multiplies_int8_residual: bool = False
     multiplies_int16: bool = False
+    shifts_e4m3: bool = False
 
     @property
     def runs_here(self) -> bool:

@@ -1,0 +1,196 @@
+// Rows of floats for weights of e4m3 whose bits are shifted to those of a float, which is 2^-120 of a code's value and
+// subnormal where the code is. 32 codes become four vectors, of which the j-th has columns 4 * lane + j: rows lie in
+// that order. For processors on which subnormal numbers cost nothing. Included after integer_rows.h.
+#pragma once
+
+#include "e4m3_scales.h"
+#include "integer_rows.h"
+
+namespace MOESTRO_ISA {
+
+constexpr int kE4m3Tokens = 4;  // of a tile
+constexpr int64_t kCodes = 64;  // columns of a step; groups have a multiple of them
+
+// A row's largest value becomes one from 2^kLargest to twice of it, so that no product is subnormal that counts. Behind
+// the row's columns stands what undoes that.
+constexpr int kLargest = 60;
+constexpr float kLeastOfRow = 0x1p-60f, kMostOfRow = 0x1p60f;
+constexpr float kBack = 0x1p120f;  // what shifted codes lack
+
+static int64_t e4m3_row_floats(Element, int64_t columns) { return round_up(columns, kCodes) + 16; }
+
+// The power of two that makes a row's largest value, a normal number, one from 2^kLargest on.
+static float times_of_row(float most) {
+    uint32_t bits;
+    std::memcpy(&bits, &most, sizeof bits);
+    bits = ((127 + 127 + kLargest) << 23) - (bits & 0x7f800000u);
+    std::memcpy(&most, &bits, sizeof bits);
+    return most;
+}
+
+static bool e4m3_row(Element, int64_t columns, int64_t, const float* from, float* to) {
+    const float most = scale_of(from, columns, 1.0f);
+    if (most != 0.0f && !(most >= kLeastOfRow && most <= kMostOfRow)) return false;
+    const float times = most == 0.0f ? 1.0f : times_of_row(most);
+    const int64_t padded = round_up(columns, kCodes);
+    for (int64_t k = 0; k < padded; k += 4 * W) {
+        alignas(64) float natural[4 * W] = {};
+        const float* in = from + k;
+        if (k + 4 * W > columns) {
+            if (k < columns) std::memcpy(natural, in, static_cast<size_t>(columns - k) * sizeof(float));
+            in = natural;
+        }
+        for (int j = 0; j < 4; ++j)
+            for (int l = 0; l < W; ++l) to[k + j * W + l] = in[4 * l + j] * times;
+    }
+    to[padded] = 1.0f / times;
+    return true;
+}
+
+struct FourVectors {
+    F of[4];
+};
+// 2^-120 of the values of 32 codes; 480 for NaN, which `nan` sees.
+MOESTRO_INLINE FourVectors shifted(const uint8_t* p, NanOfE4m3& nan) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    nan.see(codes);
+    // Of each 16 bits: sign, exponent and mantissa of a bfloat16.
+    const __m256i bits = _mm256_set1_epi16(static_cast<short>(0x87f0)), upper = _mm256_set1_epi32(~0xffff);
+    const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(codes, 4), bits);
+    const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 4), bits);
+    return {{{_mm256_castsi256_ps(_mm256_slli_epi32(even, 16))},
+             {_mm256_castsi256_ps(_mm256_slli_epi32(odd, 16))},
+             {_mm256_castsi256_ps(_mm256_and_si256(even, upper))},
+             {_mm256_castsi256_ps(_mm256_and_si256(odd, upper))}}};
+}
+
+// Where codes of a row lie whose columns from `whole` on do not fill kCodes.
+MOESTRO_INLINE const uint8_t* copied_end(const uint8_t* row, int64_t whole, int64_t columns, uint8_t* end) {
+    std::memset(end, 0, kCodes);
+    std::memcpy(end, row + whole, static_cast<size_t>(columns - whole));
+    return end - whole;
+}
+static bool has_nan(const uint8_t* codes, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        if ((codes[i] & 127) == 127) return true;
+    return false;
+}
+
+// Adds the products of kCodes columns of four rows and M tokens.
+template <int M> MOESTRO_INLINE void add_codes(const uint8_t* const (&from)[kRows], const uint8_t* const* next,
+                                               const float* const* x, int64_t k, F (&sum)[kRows][M], NanOfE4m3& nan) {
+#pragma GCC unroll 2
+    for (int64_t at = k; at < k + kCodes; at += 4 * W) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+            if (at == k) prefetch(next[r] + k);
+            const FourVectors w = shifted(from[r] + at, nan);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
+                for (int t = 0; t < M; ++t) sum[r][t] = fma(w.of[j], load(x[t] + at + j * W), sum[r][t]);
+            }
+        }
+    }
+}
+
+template <int M, bool ByGroup>
+static void e4m3_dots(const FourRows& rows, const E4m3Scales& scales, const float* const* x, float* out) {
+    const int64_t columns = rows.columns, padded = round_up(columns, kCodes), whole = columns / kCodes * kCodes;
+    const int64_t group = rows.group_columns ? rows.group_columns : padded;
+    const uint8_t* const* next = rows.next[0] ? rows.next : rows.data;
+    const uint8_t* from[kRows] = {rows.data[0], rows.data[1], rows.data[2], rows.data[3]};
+    alignas(64) uint8_t end[kRows][kCodes];
+    F all[kRows][M], sum[kRows][M];
+    NanOfE4m3 nan;
+    const auto each = [&](auto step) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+            for (int t = 0; t < M; ++t) step(r, t);
+        }
+    };
+    each([&](int r, int t) __attribute__((always_inline)) { all[r][t] = zero(); });
+    for (int64_t k = 0, g = 0; k < padded; ++g) {
+        each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = zero(); });
+        const int64_t stop = k + group < padded ? k + group : padded, filled = stop < whole ? stop : whole;
+        for (; k < filled; k += kCodes) add_codes<M>(from, next, x, k, sum, nan);
+        if (k < stop) {
+            for (int r = 0; r < kRows; ++r) from[r] = copied_end(from[r], whole, columns, end[r]);
+            add_codes<M>(from, from, x, k, sum, nan);
+            k = stop;
+        }
+        each([&](int r, int t) __attribute__((always_inline)) {
+            all[r][t] = ByGroup ? fma(sum[r][t], set1(scales.of_group(r, g)), all[r][t]) : sum[r][t];
+        });
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < M; ++t) {
+        sums(all[0][t], all[1][t], all[2][t], all[3][t], out + kRows * t);
+        for (int r = 0; r < kRows; ++r) out[kRows * t + r] *= scales.factor[r] * (x[t][padded] * kBack);
+    }
+    for (int r = 0; r < kRows && nan.seen(); ++r)
+        for (int t = 0; t < M && has_nan(rows.data[r], columns); ++t) out[kRows * t + r] = __builtin_nanf("");
+}
+
+template <int M>
+static void e4m3_tile(const FourRows& rows, const E4m3Scales& scales, const float* const* x, float* out) {
+    rows.group_columns ? e4m3_dots<M, true>(rows, scales, x, out) : e4m3_dots<M, false>(rows, scales, x, out);
+}
+
+// Four rows as floats, in the order of rows of tokens; a row with NaN has one in its first column.
+static void decode_e4m3(FourRows& rows, const float* const* scales, float* panel) {
+    const int64_t columns = rows.columns, padded = round_up(columns, kCodes), whole = columns / kCodes * kCodes;
+    const int64_t group = rows.group_columns ? rows.group_columns : padded;
+    for (int r = 0; r < kRows; ++r) {
+        const uint8_t* from = rows.data[r];
+        float* const to = panel + r * (padded + W);
+        alignas(64) uint8_t end[kCodes];
+        NanOfE4m3 nan;
+        for (int64_t k = 0; k < padded; k += kCodes) {
+            if (rows.next[0]) prefetch(rows.next[r] + k);
+            if (k == whole) from = copied_end(from, whole, columns, end);
+            const F scale = set1(scales[r][k / group]);
+#pragma GCC unroll 2
+            for (int64_t at = k; at < k + kCodes; at += 4 * W) {
+                const FourVectors w = shifted(from + at, nan);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) store(to + at + j * W, w.of[j] * set1(kBack / kE4m3Factor) * scale);
+            }
+        }
+        if (nan.seen()) to[0] = __builtin_nanf("");
+        rows.data[r] = reinterpret_cast<const uint8_t*>(to);
+    }
+    rows.element = Element::f32;
+    rows.columns = padded;
+    rows.group_columns = 0;
+    rows.next[0] = nullptr;
+}
+
+static void few_e4m3(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+    const E4m3Scales scales(rows, scratch);
+    for (int64_t n = 0; m > 0; x += n, out += kRows * n, m -= n) {
+        n = next_tile(m, kE4m3Tokens);
+        const auto tile = n == 1 ? e4m3_tile<1> : n == 2 ? e4m3_tile<2> : n == 3 ? e4m3_tile<3> : e4m3_tile<4>;
+        tile(rows, scales, x, out);
+    }
+}
+
+static void four_e4m3_rows(const FourRows& asked, const float* const* x, int64_t m, float* out, float* scratch) {
+    const int64_t padded = round_up(asked.columns, kCodes);
+    in_steps(asked, m, out, [&](const FourRows& rows, float* to) {
+        if (!rows.decoded || rows.columns == 0) return few_e4m3(rows, x, m, to, scratch);
+        in_pieces<Element::e4m3>(rows, x, m, to, scratch,
+                                 [](FourRows& piece, const float* const* scales, const float* const*, float* panel) {
+                                     decode_e4m3(piece, scales, panel);
+                                 });
+        for (int64_t t = 0; t < m; ++t)
+            for (int r = 0; r < kRows; ++r) to[kRows * t + r] *= x[t][padded];
+    });
+}
+
+static int64_t e4m3_scratch(int64_t columns) { return moestro::scratch_floats(columns, moestro::kTokenBlock); }
+
+static constexpr moestro::RowOps kE4m3 = {e4m3_row_floats, e4m3_row, four_e4m3_rows, e4m3_scratch};
+
+}  // namespace MOESTRO_ISA
