@@ -64,11 +64,11 @@ MOESTRO_INLINE FourVectors shifted(const uint8_t* p, NanOfE4m3& nan) {
              {_mm256_castsi256_ps(_mm256_and_si256(odd, upper))}}};
 }
 
-// Where codes of a row lie whose columns from `whole` on do not fill kCodes.
-MOESTRO_INLINE const uint8_t* copied_end(const uint8_t* row, int64_t whole, int64_t columns, uint8_t* end) {
+// The last n codes of a row, which do not fill kCodes, and zeros behind them.
+MOESTRO_INLINE const uint8_t* copied_end(const uint8_t* codes, int64_t n, uint8_t* end) {
     std::memset(end, 0, kCodes);
-    std::memcpy(end, row + whole, static_cast<size_t>(columns - whole));
-    return end - whole;
+    std::memcpy(end, codes, static_cast<size_t>(n));
+    return end;
 }
 static bool has_nan(const uint8_t* codes, int64_t n) {
     for (int64_t i = 0; i < n; ++i)
@@ -76,19 +76,19 @@ static bool has_nan(const uint8_t* codes, int64_t n) {
     return false;
 }
 
-// Adds the products of kCodes columns of four rows and M tokens.
+// Adds the products of kCodes codes of each of four rows, whose columns begin with k, and M tokens.
 template <int M> MOESTRO_INLINE void add_codes(const uint8_t* const (&from)[kRows], const uint8_t* const* next,
                                                const float* const* x, int64_t k, F (&sum)[kRows][M], NanOfE4m3& nan) {
 #pragma GCC unroll 2
-    for (int64_t at = k; at < k + kCodes; at += 4 * W) {
+    for (int64_t at = 0; at < kCodes; at += 4 * W) {
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-            if (at == k) prefetch(next[r] + k);
+            if (at == 0) prefetch(next[r] + k);
             const FourVectors w = shifted(from[r] + at, nan);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
 #pragma GCC unroll 4
-                for (int t = 0; t < M; ++t) sum[r][t] = fma(w.of[j], load(x[t] + at + j * W), sum[r][t]);
+                for (int t = 0; t < M; ++t) sum[r][t] = fma(w.of[j], load(x[t] + k + at + j * W), sum[r][t]);
             }
         }
     }
@@ -114,10 +114,13 @@ static void e4m3_dots(const FourRows& rows, const E4m3Scales& scales, const floa
     for (int64_t k = 0, g = 0; k < padded; ++g) {
         each([&](int r, int t) __attribute__((always_inline)) { sum[r][t] = zero(); });
         const int64_t stop = k + group < padded ? k + group : padded, filled = stop < whole ? stop : whole;
-        for (; k < filled; k += kCodes) add_codes<M>(from, next, x, k, sum, nan);
+        for (; k < filled; k += kCodes) {
+            add_codes<M>(from, next, x, k, sum, nan);
+            for (int r = 0; r < kRows; ++r) from[r] += kCodes;
+        }
         if (k < stop) {
-            for (int r = 0; r < kRows; ++r) from[r] = copied_end(from[r], whole, columns, end[r]);
-            add_codes<M>(from, from, x, k, sum, nan);
+            for (int r = 0; r < kRows; ++r) from[r] = copied_end(from[r], columns - whole, end[r]);
+            add_codes<M>(from, next, x, k, sum, nan);
             k = stop;
         }
         each([&](int r, int t) __attribute__((always_inline)) {
@@ -127,7 +130,8 @@ static void e4m3_dots(const FourRows& rows, const E4m3Scales& scales, const floa
 #pragma GCC unroll 4
     for (int t = 0; t < M; ++t) {
         sums(all[0][t], all[1][t], all[2][t], all[3][t], out + kRows * t);
-        for (int r = 0; r < kRows; ++r) out[kRows * t + r] *= scales.factor[r] * (x[t][padded] * kBack);
+        for (int r = 0; r < kRows; ++r)  // the factor last: it may be large where the sum is 0
+            out[kRows * t + r] = out[kRows * t + r] * (x[t][padded] * kBack) * scales.factor[r];
     }
     for (int r = 0; r < kRows && nan.seen(); ++r)
         for (int t = 0; t < M && has_nan(rows.data[r], columns); ++t) out[kRows * t + r] = __builtin_nanf("");
@@ -143,19 +147,19 @@ static void decode_e4m3(FourRows& rows, const float* const* scales, float* panel
     const int64_t columns = rows.columns, padded = round_up(columns, kCodes), whole = columns / kCodes * kCodes;
     const int64_t group = rows.group_columns ? rows.group_columns : padded;
     for (int r = 0; r < kRows; ++r) {
-        const uint8_t* from = rows.data[r];
         float* const to = panel + r * (padded + W);
         alignas(64) uint8_t end[kCodes];
         NanOfE4m3 nan;
         for (int64_t k = 0; k < padded; k += kCodes) {
             if (rows.next[0]) prefetch(rows.next[r] + k);
-            if (k == whole) from = copied_end(from, whole, columns, end);
+            const uint8_t* const codes = rows.data[r] + k;
+            const uint8_t* const from = k < whole ? codes : copied_end(codes, columns - whole, end);
             const F scale = set1(scales[r][k / group]);
 #pragma GCC unroll 2
-            for (int64_t at = k; at < k + kCodes; at += 4 * W) {
+            for (int64_t at = 0; at < kCodes; at += 4 * W) {
                 const FourVectors w = shifted(from + at, nan);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; ++j) store(to + at + j * W, w.of[j] * set1(kBack / kE4m3Factor) * scale);
+                for (int j = 0; j < 4; ++j) store(to + k + at + j * W, w.of[j] * set1(kBack / kE4m3Factor) * scale);
             }
         }
         if (nan.seen()) to[0] = __builtin_nanf("");

@@ -184,13 +184,14 @@ struct Int8TileOps {
 };
 constexpr int kInt8TileRows = 32;
 
-// Rows of another kind than floats and their products: of 8-bit integers, each with one scale
+// Rows of another kind than floats in their order, and their products: of integers of 8 or 16 bits, each with one scale
 // (docs/reference/expert_weights.md), for weights that are integers, i8 with one scale a row, or nibbles; of bfloat16
-// for weights of bfloat16, and maybe of e4m3. Such a row takes the place of a row of floats, laid out for the weights.
+// for weights of bfloat16, and maybe of e4m3; of floats in another order, for e4m3. Such a row takes the place of a row
+// of floats, laid out for the weights.
 struct RowOps {
     int64_t (*row_floats)(Element weights, int64_t columns);
-    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN. False for a row that is to stay
-    // floats.
+    // `group_columns` as of the weights. A row with NaN or infinity gets the scale NaN, or stays floats: false for a
+    // row that is to.
     bool (*quantize_row)(Element weights, int64_t columns, int64_t group_columns, const float* from, float* to);
     // As Isa::four_rows; `scratch` has `scratch_floats(columns)`.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);

@@ -74,7 +74,7 @@ private:
     }
 
     void take_ranges() {
-        const KeepSubnormals keep;
+        const KeepSubnormals keep(input_of(isa_, call_) == Input::e4m3);
         const int64_t sums = kChunk * kBlock, segment = kBlock * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;

@@ -1,5 +1,5 @@
-// Subnormal numbers are kept, whatever the thread was told to do with them (torch.set_flush_denormal): stored weights
-// may become such numbers.
+// Subnormal numbers are kept, whatever the thread was told to do with them (torch.set_flush_denormal): shifted codes of
+// e4m3 may be such numbers.
 #pragma once
 
 #if defined(__x86_64__)
@@ -12,17 +12,19 @@ class KeepSubnormals {
 #if defined(__x86_64__)
     static constexpr unsigned kFlushes = 0x8040;  // those of inputs and of results
     const unsigned before_ = _mm_getcsr();
+    const bool changed_;
 
 public:
-    KeepSubnormals() {
-        if (before_ & kFlushes) _mm_setcsr(before_ & ~kFlushes);
+    // Where `keeps` is false nothing changes.
+    explicit KeepSubnormals(bool keeps = true) : changed_(keeps && (before_ & kFlushes)) {
+        if (changed_) _mm_setcsr(before_ & ~kFlushes);
     }
     ~KeepSubnormals() {
-        if (before_ & kFlushes) _mm_setcsr(before_);
+        if (changed_) _mm_setcsr(before_);
     }
 #else
 public:
-    KeepSubnormals() = default;
+    explicit KeepSubnormals(bool = true) {}
 #endif
     KeepSubnormals(const KeepSubnormals&) = delete;
     KeepSubnormals& operator=(const KeepSubnormals&) = delete;

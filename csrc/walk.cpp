@@ -161,7 +161,7 @@ Walk::Room Walk::room_of_thread() const {
 }
 
 void Walk::take_ranges() {
-    const KeepSubnormals keep;
+    const KeepSubnormals keep(input_ == Input::e4m3);
     if (rows_.num_tiles) isa_.tiles->begin();
     const Room room = room_of_thread();
     Reader reader(queue_);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 import pytest
@@ -43,9 +44,20 @@ def to_expert(e, num_tokens):
     return Routing(torch.full((num_tokens, 1), e), torch.rand(num_tokens, 1))
 
 
-def check(isa, x, routing, weights):
+def ran(isa, x, routing, weights, projections=("gate_up", "down")):
+    """What is computed, and the kernels that ran for these projections."""
+    native.module.count_kernels(True)
     y = run(isa, x, routing, weights)
-    assert kernels(isa, x, routing, weights) <= {"e4m3 dots", "decoded e4m3 dots"}
+    counted = {kernel for of, kernel in native.module.kernel_counts() if of in projections}
+    native.module.count_kernels(False)
+    return y, counted
+
+
+def check(isa, x, routing, weights):
+    y, counted = ran(isa, x, routing, weights)
+    assert counted
+    assert counted <= {"e4m3 dots", "decoded e4m3 dots"}
+    assert counted == kernels(isa, x, routing, weights)
     assert_close(y, reference.expert_mlp(x.double(), routing, weights), x.dtype)
     return y
 
@@ -75,8 +87,8 @@ def test_every_number_of_rows(isa, name, columns):
     for count in (*range(2, 15), 96, 97, 99):
         few = count <= FEW
         y = check(isa, x[:count], first_rows(routing, count), weights)
-        used = kernels(isa, x[:count], first_rows(routing, count), weights)
-        assert used == {"e4m3 dots" if few else "decoded e4m3 dots"}
+        _, counted = ran(isa, x[:count], first_rows(routing, count), weights)
+        assert counted == {"e4m3 dots" if few else "decoded e4m3 dots"}
         assert bit_equal(y[:1], first[few][:1])
 
 
@@ -115,8 +127,8 @@ def test_every_code(isa, name, count):
     x = torch.zeros(count, 256)
     x[torch.arange(count), torch.arange(count) * 7] = 1.0
     routing = Routing(torch.zeros(count, 1).long(), torch.ones(count, 1))
-    y = run(isa, x, routing, weights)
-    assert kernels(isa, x, routing, weights) == {"e4m3 dots" if count <= FEW else "decoded e4m3 dots"}
+    y, counted = ran(isa, x, routing, weights)
+    assert counted == {"e4m3 dots" if count <= FEW else "decoded e4m3 dots"}
     assert torch.equal(y.isnan(), codes.float().isnan().expand(count, 256))
     finite = ~codes.float().isnan()
     assert torch.equal(y[:, finite], codes.float()[finite].expand(count, -1))
@@ -145,7 +157,7 @@ def test_nan_stays_where_it_is(isa, name, tokens):
     y = run(isa, x, routing, weights)
     assert y[[1, 3]].isnan().all()
     others = list(range(0, tokens, 2))
-    assert_close(y[others], clean[others], torch.bfloat16)  # one of a block that stays floats changes its kernel
+    assert bit_equal(y[others], clean[others])
 
 
 def copied(stored):
@@ -163,6 +175,28 @@ def test_rows_of_any_size(isa, name, size):
     found, expected = run(isa, x, routing, weights), reference.expert_mlp(x.double(), routing, weights)
     unit = size or 1.0
     assert_close(found.double() / unit, expected / unit, torch.float32)
+
+
+@every_isa
+@every_format
+@pytest.mark.parametrize(
+    ("largest", "stays"),
+    [(2.0**-60, False), (2.0**-61, True), (2.0**60, False), (1.01 * 2.0**60, True), (0.0, False), (2.0**-90, True)],
+)
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_which_rows_stay_floats(isa, name, largest, stays, tokens):
+    """And what those at the bounds give, with a scale that a power of two of the row must not meet before its sum."""
+    sizes = problems.Sizes(tokens, 192, 130, 1, 1)
+    weights = stored_weights(name, sizes, Activation("identity", gated=False), bias=False)
+    weights = replace(weights, gate_up=replace(weights.gate_up, scales=torch.full_like(weights.gate_up.scales, 512.0)))
+    x = torch.randn(tokens, 192)
+    x, routing = x / x.abs().amax(1, keepdim=True) * largest, to_expert(0, tokens)
+    y, counted = ran(isa, x, routing, weights, ("gate_up",))
+    shifted = {"e4m3 dots" if tokens <= FEW else "decoded e4m3 dots"}
+    assert counted == shifted if not stays else not counted <= shifted
+    unit = largest or 1.0
+    expected = reference.expert_mlp(x.double(), routing, weights)
+    assert_close(y.double() / unit, expected / unit, torch.float32)
 
 
 @every_isa
@@ -214,17 +248,37 @@ def test_subnormal_numbers_count_where_the_thread_flushes_them(isa, name):
 
 @every_isa
 @every_format
+@pytest.mark.parametrize("tokens", [6, 40])
+def test_scales_that_are_nan_stay_with_their_expert(isa, name, tokens):
+    weights = stored_weights(name, SIZES, Activation())
+    x = torch.randn(tokens, SIZES.hidden_size)
+    routing = Routing(torch.tensor([[0], [3]]).repeat(tokens // 2, 1), torch.rand(tokens, 1))
+    clean = run(isa, x, routing, weights)
+    weights = replace(weights, down=copied(weights.down))
+    weights.down.scales[3] = torch.nan
+    y = run(isa, x, routing, weights)
+    assert y[1::2].isnan().all()
+    assert bit_equal(y[::2], clean[::2])
+
+
+@every_isa
+@every_format
 @pytest.mark.parametrize("tokens", [1, 8, 9, 100])
 def test_a_matrix_by_itself(isa, name, tokens):
     stored = stored_weights(name, problems.Sizes(1, 300, 203, 1, 1), Activation(), bias=False).gate_up
-    weight = replace(stored, data=stored.data[0], scales=stored.scales[0])
+    weight, bias = replace(stored, data=stored.data[0], scales=stored.scales[0]), torch.randn(406)
+    shifted = {"e4m3 dots" if tokens <= FEW else "decoded e4m3 dots"}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(tokens, 300).to(dtype)
         with moestro.use(implementation=f"cpu-{isa.name}"):
-            y = projection(x, weight)
-            used = {use.kernel for use in moestro.explain(projection, x, weight).kernels}
-        assert_close(y, plain.projection(x.double(), weight, None), dtype)
-        assert used == {"e4m3 dots" if tokens <= FEW else "decoded e4m3 dots"}
+            y = projection(x, weight, bias.to(dtype))
+            assert {use.kernel for use in moestro.explain(projection, x, weight).kernels} == shifted
+            x[-1] *= 1e25  # which stays floats
+            mixed = projection(x, weight, bias.to(dtype))
+        expected = plain.projection(x.double(), weight, bias.to(dtype).double())
+        assert_close(y[:-1], expected[:-1], dtype)
+        assert bit_equal(mixed[:-1], y[:-1])
+        assert_close(mixed[-1:].double() / 1e25, expected[-1:] / 1e25, dtype)
 
 
 MASKED = """
@@ -233,10 +287,12 @@ print(*(isa.name for isa in native.ISAS if isa.shifts_e4m3))
 """
 
 
-@pytest.mark.skipif(native.module is None, reason=str(native.problem))
+@pytest.mark.skipif(not SHIFTING, reason="what is masked has to be there")
 def test_what_the_processor_cannot_is_not_taken(monkeypatch):
-    monkeypatch.setenv("MOESTRO_WITHOUT_FEATURES", "subnormals")
-    assert output("-c", MASKED).strip() == ""
+    without = os.environ.get("MOESTRO_WITHOUT_FEATURES", "")
+    assert output("-c", MASKED).split() == [isa.name for isa in native.ISAS if isa.shifts_e4m3]
+    monkeypatch.setenv("MOESTRO_WITHOUT_FEATURES", f"{without} subnormals")
+    assert output("-c", MASKED).split() == []
 
 
 @every_isa
