@@ -1,6 +1,6 @@
 // Rows of floats for weights of e4m3 whose bits are shifted to those of a float, which is 2^-120 of a code's value and
 // subnormal where the code is. 32 codes become four vectors, of which the j-th has columns 4 * lane + j: rows lie in
-// that order. For processors on which subnormal numbers cost nothing. Included after integer_rows.h.
+// that order. For processors on which subnormal numbers cost nothing.
 #pragma once
 
 #include "e4m3_scales.h"

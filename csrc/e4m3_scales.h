@@ -1,5 +1,5 @@
 // Of four rows of e4m3 the scales of their groups, floats at any address, and what sums of all columns are multiplied
-// by. Included after kernels.h.
+// by.
 #pragma once
 
 #include "kernels.h"
