@@ -54,6 +54,7 @@ class Explanation:
         forced: the implementation forced by `moestro.use` or the environment, or None.
         dispatch: how rows would reach their experts and why, of a layer whose dispatcher chooses; else None.
         predictions: seconds by implementation, where what was measured on this machine decides (expert_mlp on a CPU).
+        too_busy: whether it would decide, had other programs not kept the cores when this process measured it.
     """
 
     operation: str
@@ -68,6 +69,7 @@ class Explanation:
     forced: str | None = None
     dispatch: str | None = None
     predictions: dict[str, float] = field(default_factory=dict)
+    too_busy: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -84,6 +86,8 @@ class Explanation:
         if self.predictions:
             times = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in self.predictions.items())
             lines.append(f"  predicted {times}, by what was measured on this machine")
+        if self.too_busy:
+            lines.append("  not predicted: other programs kept the cores meanwhile; the next process measures again")
         if self.dispatch:
             lines.append(f"  dispatch {self.dispatch}")
         if self.strategy:
@@ -167,6 +171,7 @@ def _explain(operation: Operation, asked: tuple[Any, ...]) -> Explanation:
         weights=_describe(asked[2], name) if operation is EXPERT_MLP else None,
         forced=forced if forced in found else None,
         predictions=cpu.predictions(*arguments[:3]) if operation is EXPERT_MLP else {},
+        too_busy=operation is EXPERT_MLP and cpu.too_busy(*arguments[:3]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ def measures(poisoned_memory, tmp_path, monkeypatch):
     torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(settings, "MEASURES", True)
+    monkeypatch.setattr(measured._Waits, "seconds", lambda self: 0.0)  # other tests may keep the cores
     caches = costs.costs, costs._read_rate
     for cache in caches:
         cache.cache_clear()
@@ -182,7 +184,7 @@ def test_other_threads_have_costs_of_their_own(monkeypatch):
     (isa,) = BEST
     names = []
     sound = [1e-6] * (1 + 2 * len(ROWS))
-    monkeypatch.setattr(measured, "kept", lambda name, *_: names.append(name) or sound)
+    monkeypatch.setattr(measured, "kept", lambda name, *_: names.append(name) or (sound, True))
     arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)
     before = torch.get_num_threads()
     try:
@@ -206,6 +208,22 @@ def test_damaged_costs_are_measured_over(measures, damaged):
     costs._read_rate.cache_clear()
     found = moestro.explain(expert_mlp, *arguments).predictions
     assert all(0 < seconds < math.inf for seconds in found.values())
+
+
+@needs_engine
+@pytest.mark.parametrize("busy", ["engine", "plain"])
+def test_what_was_measured_on_a_busy_machine_decides_nothing(busy, monkeypatch):
+    (isa,) = BEST
+    slow, fast = Costs((1, 3), 0.0, (9.0, 9.0), (1.0, 1.0), calm=False), Costs((1, 3), 0.0, (9.0, 9.0), (1.0, 1.0))
+    pretend(monkeypatch, *((slow, flat(1e-3)) if busy == "engine" else (fast, replace(flat(1e-3), calm=False))))
+    arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)
+    explained = moestro.explain(expert_mlp, *arguments)
+    assert (explained.chosen, explained.predictions, explained.too_busy) == (f"cpu-{isa.name}", {}, True)
+    assert "not predicted: other programs kept the cores" in str(explained)
+    assert crossover.wide_rows(isa, None, arguments[0], arguments[2]) == (0 if busy == "engine" else 1)
+    pretend(monkeypatch, fast, flat(1e-3))
+    explained = moestro.explain(expert_mlp, *arguments)
+    assert (explained.chosen, explained.too_busy) == ("torch", False)
 
 
 @needs_engine

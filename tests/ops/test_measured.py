@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -73,10 +75,117 @@ def test_another_build_of_the_engine_is_measured_anew(monkeypatch, tmp_path):
     taken = iter([[1.0], [2.0]])
 
     def asked() -> list[float]:
-        return measured.kept("name", lambda: next(taken), lambda _: True)
+        return measured.kept("name", lambda: next(taken), lambda _: True)[0]
 
     assert asked() == asked() == [1.0]
     with monkeypatch.context() as patched:
         patched.setattr(measured.native, "digest", lambda: "other")
         assert asked() == asked() == [2.0]
     assert asked() == [1.0]
+
+
+class Clock:
+    """Calls take the seconds of a list, one after the other, in which threads wait so many for a core."""
+
+    def __init__(self, monkeypatch, rounds):
+        self.now = self.waited = 0.0
+        self.rounds = iter(rounds)
+        self.calls = 0
+        monkeypatch.setattr(measured.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measured._Waits, "seconds", lambda _: self.waited)
+
+    def __call__(self):
+        seconds, waited = next(self.rounds)
+        self.now += seconds
+        self.waited += waited
+        self.calls += 1
+
+
+def kept_of(clock, seconds=0.0):
+    return measured.kept("name", lambda: measured.fastest((clock,), seconds), lambda _: True)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(measured.settings, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+CALM, BUSY = (0.001, 0.00004), (0.007, 0.006)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "calls"),
+    [
+        ([CALM] * 9, 0.0, 3),
+        ([CALM] * 9, 0.0045, 5),
+        ([BUSY, CALM, BUSY, CALM, CALM, CALM], 0.0, 5),
+        ([(0.2, 0.001)] * 9, 0.0, 3),  # long calls, with the moments that any system takes
+        ([BUSY] * 3 + [CALM] * 9, 0.0, 6),
+    ],
+)
+def test_rounds_that_waited_for_a_core_do_not_count(folder, monkeypatch, rounds, seconds, calls):
+    clock = Clock(monkeypatch, rounds)
+    assert kept_of(clock, seconds) == ([pytest.approx(min(rounds)[0])], True)
+    assert clock.calls == calls
+    assert measured.read() == {"name": [pytest.approx(min(rounds)[0])]}
+    assert kept_of(clock) == ([pytest.approx(min(rounds)[0])], True)
+    assert clock.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("rounds", "calls"),
+    [([BUSY] * 99, 5), ([(0.2, 0.2)] * 9, 3), ([BUSY, CALM, CALM, *[BUSY] * 99], 7)],
+)
+def test_what_a_busy_machine_took_is_not_kept(folder, monkeypatch, rounds, calls):
+    """Its time is limited: three calls, and not many more than fit into what `PATIENCE` adds."""
+    clock = Clock(monkeypatch, rounds)
+    assert kept_of(clock) == ([pytest.approx(min(rounds[:calls])[0])], False)
+    assert clock.calls == calls
+    assert measured.read() == {}
+    later = Clock(monkeypatch, [CALM] * 3)
+    assert kept_of(later) == ([pytest.approx(0.001)], True)
+    assert measured.read() == {"name": [pytest.approx(0.001)]}
+
+
+def test_waits_are_those_of_all_threads(monkeypatch, tmp_path):
+    """The second number of each, in nanoseconds; one that ended keeps what it had."""
+
+    def thread(name, waited):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "schedstat").write_text(f"775395 {waited} 3\n")
+
+    monkeypatch.setattr(measured, "_TASKS", tmp_path)
+    thread("1", 2_000_000)
+    with measured._Waits() as waits:
+        assert waits.seconds() == pytest.approx(2e-3)
+        thread("2", 1_000_000)
+        assert waits.seconds() == pytest.approx(3e-3)
+        thread("1", 4_000_000)
+        (tmp_path / "2/schedstat").write_text("")
+        assert waits.seconds() == pytest.approx(5e-3)
+    monkeypatch.setattr(measured, "_TASKS", tmp_path / "nowhere")
+    with measured._Waits() as waits:
+        assert waits.seconds() == 0.0
+
+
+@pytest.mark.skipif(not (measured._TASKS / str(os.getpid()) / "schedstat").exists(), reason="the system does not tell")
+def test_waits_of_this_process():
+    """More threads than cores, which all want to run, wait for each other."""
+    stop = threading.Event()
+
+    def spin():
+        while not stop.is_set():
+            torch.ones(1 << 16).sum()  # outside the interpreter's lock
+
+    threads = [threading.Thread(target=spin) for _ in range(2 * (os.cpu_count() or 1) + 2)]
+    with measured._Waits() as waits:
+        for each in threads:
+            each.start()
+        before = waits.seconds()
+        time.sleep(0.5)
+        assert waits.seconds() > before
+        stop.set()
+        for each in threads:
+            each.join()
+        assert waits.seconds() > before

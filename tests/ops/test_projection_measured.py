@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -18,6 +19,7 @@ from moestro.ops import measured as store
 from moestro.ops.dispatch import observed
 from moestro.ops.native import ISAS
 from moestro.ops.projection import PROJECTION, measured, projection, tuning
+from moestro.ops.projection.tuning import TILED_ROWS
 
 NAME = "cpu-one: bfloat16 linear modules, {} threads, most rows"
 FIRST = [isa for isa in ISAS if isa.runs_here and isa.multiplies_floats][:1]
@@ -27,6 +29,7 @@ FIRST = [isa for isa in ISAS if isa.runs_here and isa.multiplies_floats][:1]
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(settings, "MEASURES", True)
+    monkeypatch.setattr(store._Waits, "seconds", lambda self: 0.0)  # other tests may keep the cores
     measured.most_rows.cache_clear()
     yield tmp_path / "moestro"
     measured.most_rows.cache_clear()
@@ -51,6 +54,20 @@ def test_the_search_finds_the_crossing(monkeypatch, crossing):
     most = max((rows for rows in measured.STEPS if rows <= crossing), default=0)
     assert found == (measured.ALL if crossing >= measured.STEPS[-1] / measured.FAR else most)
     assert len(tried) <= 5
+
+
+@pytest.mark.unpoisoned
+def test_a_busy_machine_decides_nothing(monkeypatch, folder):
+    waited = itertools.count()
+    monkeypatch.setattr(store._Waits, "seconds", lambda self: float(next(waited)))
+    assert measured.most_rows("one", torch.bfloat16, 2, F.linear) is None
+    assert store.read() == {}
+    x, weight = torch.randn(TILED_ROWS + 1, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    if FIRST:
+        explained = moestro.explain(projection, x, weight)
+        assert explained.chosen == "torch"
+        assert "as a busy machine was not measured" in str(explained)
+        assert moestro.explain(projection, x[:4], weight).chosen == f"cpu-{FIRST[0].name}"
 
 
 def test_it_is_kept_and_not_measured_again(monkeypatch, folder):

@@ -112,8 +112,13 @@ def test_it_is_measured_once(monkeypatch):
 
 
 def test_what_is_measured_may_need_what_is_measured():
-    inner = [measured.kept("inner", lambda: [2.0], bool)[0]]
-    assert measured.kept("outer", lambda: [inner[0] + measured.kept("other", lambda: [3.0], bool)[0]], bool) == [5.0]
+    (inner,), _ = measured.kept("inner", lambda: [2.0], bool)
+
+    def measure():
+        (other,), _ = measured.kept("other", lambda: [3.0], bool)
+        return [inner + other]
+
+    assert measured.kept("outer", measure, bool) == ([5.0], True)
     assert measured.read() == {"inner": [2.0], "other": [3.0], "outer": [5.0]}
 
 

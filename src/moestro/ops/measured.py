@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import torch
 
@@ -24,8 +25,19 @@ T = TypeVar("T")
 FILE = "measured.json"
 LEAST_ROUNDS = 3
 
+CALM = 0.05
+"""Of a round's seconds, what threads of this process may wait for a core if it is to count."""
+
+PATIENCE = 0.03
+"""Seconds beyond those asked for that calls are timed where too few rounds count."""
+
+_TASKS = Path("/proc/self/task")
+
 _ONE_AT_A_TIME = threading.RLock()
 """For threads; what is measured may itself need what is measured."""
+
+_gave_up = 0
+"""How often `fastest` found too few rounds that count: other programs kept the cores."""
 
 
 def measures() -> bool:
@@ -34,15 +46,19 @@ def measures() -> bool:
     return settings.MEASURES and not job
 
 
-def kept(name: str, measure: Callable[[], list[float]], is_sound: Callable[[list[float]], bool]) -> list[float]:
-    """The numbers of that name: those that were found on this machine before, if they are sound, or measured now."""
+def kept(
+    name: str, measure: Callable[[], list[float]], is_sound: Callable[[list[float]], bool]
+) -> tuple[list[float], bool]:
+    """The numbers of that name: those that were found on this machine before, if they are sound, or measured now; and
+    whether the cores were free for it. What was measured where they were not is not kept, and may be far off."""
     with _ONE_AT_A_TIME:  # threads that measure at once would measure each other
-        found = read()
+        found, before = read(), _gave_up
         if name not in found or not is_sound(found[name]):
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 found[name] = measure()
-            _keep(found)
-        return found[name]
+            if _gave_up == before:
+                _keep(found)
+        return found[name], _gave_up == before
 
 
 def read() -> dict[str, list[float]]:
@@ -64,17 +80,57 @@ def path() -> Path:
 
 
 def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """The least seconds of each call, the calls in turns for so long, and at least three times."""
+    """The least seconds of each call, the calls in turns for so long, and at least three times.
+
+    A round in which threads of this process waited for a core does not count: beside a compiler a call of 0.03 ms takes
+    7 ms three times in a row. After `PATIENCE` what was found is returned, and `kept` is told.
+    """
+    global _gave_up
     best = [float("inf")] * len(calls)
     start = time.perf_counter()
-    rounds = 0
-    while rounds < LEAST_ROUNDS or time.perf_counter() - start < seconds:
-        rounds += 1
-        for index, call in enumerate(calls):
-            begin = time.perf_counter()
-            call()
-            best[index] = min(best[index], time.perf_counter() - begin)
+    rounds = calm = 0
+    with _Waits() as waits:
+        waited = waits.seconds()
+        while calm < LEAST_ROUNDS or time.perf_counter() - start < seconds:
+            if rounds >= LEAST_ROUNDS > calm and time.perf_counter() - start > seconds + PATIENCE:
+                _gave_up += 1
+                break
+            began, before = time.perf_counter(), waited
+            for index, call in enumerate(calls):
+                begin = time.perf_counter()
+                call()
+                best[index] = min(best[index], time.perf_counter() - begin)
+            length, waited = time.perf_counter() - began, waits.seconds()
+            rounds += 1
+            calm += waited - before <= CALM * length
     return best
+
+
+class _Waits:
+    """How long threads of this process were ready to run and had no core, as Linux counts it; 0 elsewhere.
+
+    It is the second number of a thread's `schedstat`, in nanoseconds (https://docs.kernel.org/scheduler/sched-stats.html).
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, BinaryIO] = {}  # kept open: opening takes longer than the shortest calls
+        self._waited: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def seconds(self) -> float:
+        with contextlib.suppress(OSError):
+            for thread in set(os.listdir(_TASKS)) - set(self._files):  # the first call may start PyTorch's
+                self._files[thread] = (_TASKS / thread / "schedstat").open("rb", buffering=0)
+        for thread, file in self._files.items():
+            with contextlib.suppress(OSError, IndexError, ValueError):  # one that ended keeps what it had
+                self._waited[thread] = int(os.pread(file.fileno(), 64, 0).split()[1])
+        return sum(self._waited.values()) * 1e-9
 
 
 def taken_by_others(call: Callable[[], T]) -> tuple[T, float]:

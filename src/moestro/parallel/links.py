@@ -53,7 +53,8 @@ def link(operation: str, processes: int) -> Link:
         return [messages / processes * more / max(many - few, 1e-9), few / messages]
 
     name = f"{processes} processes of {threads} threads add up"
-    return Link(*measured.kept(name, measure, lambda numbers: len(numbers) == 2 and min(numbers) > 0))
+    numbers, _ = measured.kept(name, measure, lambda numbers: len(numbers) == 2 and min(numbers) > 0)
+    return Link(*numbers)
 
 
 def rank(asked: dict[str, Any]) -> list[float]:

@@ -126,7 +126,7 @@ def rest_of(
         all_ranks = ask(OPERATION, RANK, processes, asked)
         return [*max((found[:3] for found in all_ranks), key=sum), *max((found[3:] for found in all_ranks), key=sum)]
 
-    found = measured.kept(name, measure, lambda found: len(found) == 7 and min(found) >= 0 and found[6] <= BUSY)
+    found, _ = measured.kept(name, measure, lambda found: len(found) == 7 and min(found) >= 0 and found[6] <= BUSY)
     return Rest(*found[:3]), Rest(*found[3:6]), found[6]
 
 

@@ -63,12 +63,14 @@ class Costs:
         call: seconds that every expert of a call takes beside its products.
         narrow, wide: seconds for a weight with each number of rows, without wide kernels and with them; the same for a
             way that has none.
+        calm: whether the cores were free while this was measured; else it may be far off.
     """
 
     rows: tuple[int, ...]
     call: float
     narrow: tuple[float, ...]
     wide: tuple[float, ...]
+    calm: bool = True
 
     @functools.cached_property
     def wide_rows(self) -> int:
@@ -180,10 +182,10 @@ def costs(way: str, bind: Bind, case: Sample) -> Costs:
         return [call, *(t / size for each in zip(*times, strict=True) for t in _rising(each, call))]
 
     count = 1 + len(rows) * len(choices)
-    call, *found = measured.kept(
+    (call, *found), calm = measured.kept(
         f"{way}, to {rows[-1]} rows: {case}", measure, lambda numbers: len(numbers) == count and min(numbers) > 0
     )
-    return Costs(rows, call, tuple(found[: len(rows)]), tuple(found[-len(rows) :]))
+    return Costs(rows, call, tuple(found[: len(rows)]), tuple(found[-len(rows) :]), calm)
 
 
 def _rising(times: Sequence[float], call: float) -> list[float]:
@@ -204,7 +206,8 @@ def _read_rate(threads: int) -> float:
         (seconds,) = measured.fastest((memory.sum,), 4 * SECONDS)
         return [memory.nbytes / seconds]
 
-    return measured.kept(f"{threads} threads read", measure, lambda numbers: len(numbers) == 1 and numbers[0] > 0)[0]
+    found, _ = measured.kept(f"{threads} threads read", measure, lambda found: len(found) == 1 and found[0] > 0)
+    return found[0]
 
 
 def sample(form: WeightFormat, columns: int, inputs: InputFormat, size: int = 0) -> ExpertWeights:

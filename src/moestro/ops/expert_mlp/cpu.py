@@ -155,6 +155,12 @@ def predictions(x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str
     return {} if best is None else crossover.predictions(best, binder(best), x, routing, weights)
 
 
+def too_busy(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+    """Whether `predictions` would be there, had other programs not kept the cores while they were measured."""
+    best = best_set(x, routing, weights)
+    return best is not None and crossover.too_busy(best, binder(best), x, weights)
+
+
 def best_set(x: Tensor, routing: Routing, weights: ExpertWeights) -> native.Isa | None:
     """The first set that can compute it."""
     return next((isa for isa in native.ISAS if _cannot(isa, x, routing, weights) is None), None)

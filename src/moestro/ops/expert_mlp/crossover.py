@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moestro import settings
-from moestro.formats import StoredExperts
 from moestro.ops import measured
 from moestro.ops.expert_mlp import costs, plain, tuning
 from moestro.ops.native import Isa
@@ -28,8 +27,8 @@ def wide_rows(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> 
     """
     if not is_measured(x, weights):
         return 0
-    both = (weights.gate_up, weights.down)
-    return max(_costs(f"cpu-{isa.name}", bind, x, stored, weights).wide_rows for stored in both)
+    both = _both_costs(f"cpu-{isa.name}", bind, x, weights)
+    return max(each.wide_rows for each in both) if all(each.calm for each in both) else 0
 
 
 def reason(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> str | None:
@@ -52,15 +51,19 @@ def reason(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: Exp
 
 
 def predictions(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str, float]:
-    """Seconds by implementation, of this set and of plain torch; empty where nothing is measured."""
+    """Seconds by implementation, of this set and of plain torch; empty where nothing is measured, or `too_busy`."""
     work = costs.Work.of(routing, weights)
-    if not is_measured(x, weights) or not work.experts:
+    if not is_measured(x, weights) or not work.experts or too_busy(isa, bind, x, weights):
         return {}
-    rate, found = costs.read_rate(), {}
-    for name, way in ((f"cpu-{isa.name}", bind), (costs.PLAIN, bind_plain)):
-        first, second = (_costs(name, way, x, stored, weights) for stored in (weights.gate_up, weights.down))
-        found[name] = work.seconds(first, second, rate)
-    return found
+    rate = costs.read_rate()
+    ways = (f"cpu-{isa.name}", bind), (costs.PLAIN, bind_plain)
+    return {name: work.seconds(*_both_costs(name, way, x, weights), rate) for name, way in ways}
+
+
+def too_busy(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> bool:
+    """Whether other programs kept the cores while this process measured what decides, so that it does not."""
+    ways = (f"cpu-{isa.name}", bind), (costs.PLAIN, bind_plain)
+    return is_measured(x, weights) and not all(c.calm for way in ways for c in _both_costs(*way, x, weights))
 
 
 def is_measured(x: Tensor, weights: ExpertWeights) -> bool:
@@ -75,10 +78,12 @@ def decides(expert_bytes: int) -> bool:
     return measured.measures() and expert_bytes > tuning.SMALL_BYTES
 
 
-def _costs(way: str, bind: costs.Bind, x: Tensor, stored: StoredExperts, weights: ExpertWeights) -> costs.Costs:
-    columns = costs.columns_of(stored.num_columns)
-    case = costs.Sample(x.dtype, stored.format.name, weights.input_format, columns, torch.get_num_threads())
-    return costs.costs(way, bind, case)
+def _both_costs(way: str, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> tuple[costs.Costs, costs.Costs]:
+    """At the columns of gate_up and at those of down."""
+    given, threads = weights.input_format, torch.get_num_threads()
+    stored = ((each.format.name, costs.columns_of(each.num_columns)) for each in (weights.gate_up, weights.down))
+    first, second = (costs.Sample(x.dtype, form, given, n, threads) for form, n in stored)
+    return costs.costs(way, bind, first), costs.costs(way, bind, second)
 
 
 def bind_plain(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:

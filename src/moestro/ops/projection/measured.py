@@ -27,8 +27,10 @@ Call = Callable[[], object]
 
 
 @functools.cache
-def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) -> int:
+def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) -> int | None:
     """The most of `STEPS` for which the engine was as fast as PyTorch's matmul; 0 if it never was, or `ALL`.
+
+    None where other programs kept the cores meanwhile, so that nobody knows.
 
     Args:
         isa: the instruction set's name.
@@ -38,7 +40,8 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
     """
     name = f"cpu-{isa}: {str(dtype).removeprefix('torch.')} linear modules, {num_threads} threads, most rows"
     known = ([0], *([rows] for rows in (*STEPS, ALL)))
-    return int(measured.kept(name, lambda: [_search(dtype, engine)], known.__contains__)[0])
+    (most,), calm = measured.kept(name, lambda: [_search(dtype, engine)], known.__contains__)
+    return int(most) if calm else None
 
 
 def _search(dtype: torch.dtype, engine: Multiply) -> int:

@@ -22,10 +22,12 @@ def slower(isa: Isa, num_rows: int, dtype: torch.dtype, engine: measured.Multipl
         return None
     if dtype == torch.float32:
         return "PyTorch's float32 matrix products read memory as fast; forced by name it runs"
+    most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "where nothing is measured"
     if measures():
-        most, how = measured.most_rows(isa.name, dtype, torch.get_num_threads(), engine), "measured on this machine"
-    else:
-        most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "where nothing is measured"
+        found = measured.most_rows(isa.name, dtype, torch.get_num_threads(), engine)
+        most, how = (
+            (most, "as a busy machine was not measured") if found is None else (found, "measured on this machine")
+        )
     if num_rows > most:
         return f"PyTorch's matmul is faster beyond {most} rows ({num_rows} here), {how}; forced by name it runs"
     return None
