@@ -50,6 +50,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("moestro")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait for processes that they start."""
+    return (os.cpu_count() or 1) + 1
+
+
 # Of kinds of devices that are not there torch.manual_seed notes a formatted stack at every call.
 seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 

@@ -175,10 +175,10 @@ def check(memory, reader):
 
 
 def test_threads_of_demand_prefetch_and_eviction():
-    """Eight threads and 100,000 operations (experts asked for, read early, evicted), with delays and failures."""
+    """Eight threads and 40,000 operations (experts asked for, read early, evicted), with delays and failures."""
     reader = LateReader(threads=4, fails=0.01, delays=0.01)
     memory, wrong, failures = made(reader, num_slots=9), [], Counter()
-    operations, enough = Counter(), 100_000
+    operations, enough = Counter(), 40_000
 
     def work(number):
         picks = random.Random(number)

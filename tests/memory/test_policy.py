@@ -224,7 +224,7 @@ def test_lru_hits_nothing_below_a_cycle(cycles: float) -> None:
     ids=["popular", "sticky", "both", "neither"],
 )
 def test_expected_is_near_the_best_that_does_not_know_the_future(exponent: float, sticky: float, behind: float) -> None:
-    visits = drawn(LAYERS, 150, exponent, sticky)
+    visits = drawn(LAYERS, 100, exponent, sticky)
     for cycles in (0.5, 1.05, 2, 4):
         found = hits(LAYERS, visits, int(cycles * cycle_bytes(LAYERS)))
         online = {name: rate for name, rate in found.items() if name != "belady"}

@@ -83,6 +83,39 @@ def test_a_launch_goes_through_the_language_once_and_puts_it_back(walks: list[Fu
         assert not interpreted.is_replaced(tl)
 
 
+SCALARS = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv]
+
+
+def test_types_and_tensors_are_those_that_triton_makes() -> None:
+    """The second of each is a copy; types of one name may differ otherwise."""
+    plain = interpreted.ORIGINAL
+    for element in (*SCALARS, *(tl.pointer_type(each) for each in SCALARS)):
+        assert interpreter._get_np_dtype(element) == plain.numpy_type(element)
+        for shape in ([4], [4, 16], [1, 1, 8], tl.tuple([tl.constexpr(2), tl.constexpr(32)])):
+            for _ in range(2):
+                block, own = tl.block_type(element, shape), object.__new__(tl.block_type)
+                plain.block(own, element, shape)
+                assert vars(block).keys() == vars(own).keys()
+                assert (block.element_ty, block.name, block.numel) == (element, own.name, own.numel)
+                assert list(block.shape) == list(own.shape)
+                assert interpreter._get_np_dtype(block) == plain.numpy_type(block)
+                made, as_made = tl.tensor("handle", block), object.__new__(tl.tensor)
+                plain.tensor(as_made, "handle", block)
+                assert vars(made).keys() == vars(as_made).keys()
+                assert (made.handle, made.type, made.dtype) == ("handle", block, element)
+                assert (str(made.shape), made.numel.value) == (str(as_made.shape), as_made.numel.value)
+    other = tl.pointer_type(tl.float32, address_space=3)
+    assert tl.block_type(other, [4]).element_ty is other
+    assert tl.tensor("handle", other).dtype is other
+
+
+@pytest.mark.parametrize("shape", [[3], [4, 0.5], [1 << 21], []])
+def test_shapes_that_triton_refuses(shape: list[Any]) -> None:
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError)):
+            tl.block_type(tl.float32, shape)
+
+
 def test_what_a_kernel_raises_leaves_the_language_as_it_was() -> None:
     x, load = torch.randn(6, N), tl.load
     expected = launch(x)
