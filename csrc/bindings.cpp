@@ -71,6 +71,7 @@ void bind_isas(nb::module_& m) {
         .def_prop_ro("multiplies_int8", [](const IsaFacts& i) { return i.isa.int8 != nullptr; })
         .def_prop_ro("multiplies_int8_residual", [](const IsaFacts& i) { return i.isa.int8_residual != nullptr; })
         .def_prop_ro("multiplies_int16", [](const IsaFacts& i) { return i.isa.int16 != nullptr; })
+        .def_prop_ro("has_outer_products", [](const IsaFacts& i) { return i.isa.outer_products != nullptr; })
         .def_prop_ro("shifts_e4m3", [](const IsaFacts& i) { return shifts_e4m3(i.isa); });
     m.def("isas", &isas);
     m.def("mask", &mask);

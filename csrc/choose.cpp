@@ -7,6 +7,8 @@ namespace {
 
 // Token rows of a block from which on eight rows of weights at once are faster than four.
 constexpr int64_t kFewestForEight = 7;
+// Token rows of a block from which on outer products are faster than dots: weights are transposed for all of them.
+constexpr int64_t kFewestForOuter = 32;
 // Token rows of a block from which on tiles of int8 are faster than dots.
 constexpr int64_t kFewestForInt8Tiles = 5;
 // Rows of an expert up to which codes of e4m3 become floats in registers.
@@ -22,6 +24,17 @@ int64_t given(int64_t measured, int64_t otherwise) { return measured ? measured 
 int64_t fewest_decoded(const Case& c) {
     const bool others = c.isa.eight_rows || c.isa.tiles;
     return given(others ? 0 : c.wide_rows, c.isa.direct_tokens + 1);
+}
+
+bool takes_outer_products(const Case& c) {
+    const int64_t columns = c.weights.columns, group = c.weights.group_columns;
+    return c.may_take_eight && c.isa.outer_products && !c.same_bits && columns > 0 &&
+           (group == 0 || kOuterColumns % group == 0) && c.rows >= std::max(c.wide_rows, kFewestForOuter);
+}
+
+bool takes_eight_rows(const Case& c) {
+    return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
+           c.weights.columns > 0;
 }
 
 struct Rule {
@@ -66,11 +79,12 @@ const Rule kRules[kNumKernels] = {
      }},
     {Kernel::decoded_e4m3_dots, "decoded e4m3 dots", [](const Case& c) { return c.input == Input::e4m3; },
      [] { return std::string("the same with more rows"); }},
-    {Kernel::eight_row_dots, "eight-row dots",
-     [](const Case& c) {
-         return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
-                c.weights.columns > 0;
-     },
+    {Kernel::outer_products, "outer products", takes_outer_products,
+     [] {
+         return "avx2 and avx2-vnni, from " + std::to_string(kFewestForOuter) +
+                " rows of a block, unless PyTorch is deterministic";
+     }},
+    {Kernel::eight_row_dots, "eight-row dots", takes_eight_rows,
      [] {
          return "avx512, avx512-vnni and avx512-bf16, from " + std::to_string(kFewestForEight) + " rows of a block";
      }},
@@ -85,8 +99,8 @@ const Rule kRules[kNumKernels] = {
      [](const Case& c) { return c.weights.element == Element::f32 || c.rows < fewest_decoded(c); },
      [] {
          return std::string(
-             "float32 weights, or at most `direct_tokens` rows of a block; on sets that have no lines above for many "
-             "rows, avx2 say, fewer than was measured");
+             "float32 weights, or at most `direct_tokens` rows of a block; on sets without tiles and eight-row dots "
+             "fewer than was measured");
      }},
     {Kernel::decoded_dots, "decoded dots", [](const Case&) { return true; },
      [] { return std::string("everything else"); }},

@@ -20,12 +20,13 @@ enum class Kernel : int {
     bfloat16_dots,
     e4m3_dots,
     decoded_e4m3_dots,
+    outer_products,
     eight_row_dots,
     group_scaled_dots,
     direct_dots,
     decoded_dots,
 };
-constexpr int kNumKernels = 12;
+constexpr int kNumKernels = 13;
 
 // The products of one matrix of weights with a block of token rows.
 struct Case {
@@ -34,6 +35,7 @@ struct Case {
     Input input = Input::floats;
     bool takes_tiles = false;     // of bfloat16: `takes_tiles` of the call and the expert's rows
     bool may_take_eight = false;  // rows of weights at once: a block of experts all of whose rows are floats
+    bool same_bits = false;       // of the call
     bool group_scales = false;    // the expert's rows are few and the bits may depend on how many they are
     int64_t rows = 0;             // of the block
     int64_t wide_rows = 0;        // of the call

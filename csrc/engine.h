@@ -184,6 +184,9 @@ struct Int8TileOps {
 };
 constexpr int kInt8TileRows = 32;
 
+constexpr int kOuterRows = 16;          // of weights, for outer products
+constexpr int64_t kOuterColumns = 512;  // of them, that all tokens pass over before the next ones
+
 // Rows of another kind than floats in their order, and their products: of integers of 8 or 16 bits, each with one scale
 // (docs/reference/expert_weights.md), for weights that are integers, i8 with one scale a row, or nibbles; of bfloat16
 // for weights of bfloat16, and maybe of e4m3; of floats in another order, for e4m3. Such a row takes the place of a row
@@ -225,6 +228,10 @@ struct Isa {
                   const float* const* weights, int64_t m, float* const* sums) = nullptr;
     // As four_rows of one step, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
+    // As four_rows of one step, with other bits, out[t][0..kOuterRows) of four times four rows whose groups fit into
+    // kOuterColumns: faster for many tokens. Null where it is not.
+    void (*outer_products)(const FourRows* four, const float* const* x, int64_t m, float* out,
+                           float* scratch) = nullptr;
     const TileOps* tiles = nullptr;    // null, or what multiplies tiles of bfloat16; then x is bfloat16
     const RowOps* bfloat16 = nullptr;  // for rows of bfloat16
     const RowOps* int8 = nullptr;      // for rows of int8

@@ -32,7 +32,7 @@ inline int64_t steps_ahead(int64_t row_bytes, int rows) { return kAheadBytes / (
 // The N rows of a chunk (a power of two) that are read in the step that computes column `column` of it. Four rows are
 // from four quarters of the chunk, so that each goes on in memory where it ended the step before.
 template <int N> inline void interleave(const Chunk& chunk, int64_t column, ReadRow* to) {
-    constexpr int kLog = N == 4 ? 2 : N == 8 ? 3 : 5;
+    constexpr int kLog = N == 4 ? 2 : N == 8 ? 3 : N == 16 ? 4 : 5;
     static_assert(N == 1 << kLog);
     const int doubled = chunk.alternate, halved = chunk.up_distance != 0, each = N >> halved;
     const int64_t rows = chunk.columns << doubled, steps = (rows + each - 1) >> (kLog - halved);

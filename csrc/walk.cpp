@@ -141,7 +141,10 @@ void Walk::prepare(int64_t i) {
 
 Walk::Room Walk::room_of_thread() const {
     const int64_t widest = std::max(x_layout_.padded, h_layout_.padded);
-    const int64_t of_floats = scratch_floats(widest, kTokenBlock, isa_.eight_rows ? 8 : 4);
+    const int64_t of_floats = scratch_floats(widest, kTokenBlock,
+                                             isa_.outer_products ? kOuterRows
+                                             : isa_.eight_rows   ? 8
+                                                                 : 4);
     const int64_t of_int8 = row_ops_ ? row_ops_->scratch_floats(widest) : 0;
     const int64_t of_tiles = int8_tiles() ? int8_tiles()->scratch_floats(widest) : 0;
     const auto bytes = [&](const Projection& p) {

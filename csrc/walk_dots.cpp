@@ -10,7 +10,12 @@ namespace moestro {
 namespace {
 
 int rows_at_once(Kernel kernel) {
-    return kernel == Kernel::int8_tiles ? kInt8TileRows : kernel == Kernel::eight_row_dots ? 8 : 4;
+    switch (kernel) {
+        case Kernel::int8_tiles: return kInt8TileRows;
+        case Kernel::outer_products: return kOuterRows;
+        case Kernel::eight_row_dots: return 8;
+        default: return 4;
+    }
 }
 
 void take_kernel(FourRows& rows, Kernel kernel) {
@@ -40,6 +45,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     Case asked{isa_, p};
     asked.input = input_;
     asked.may_take_eight = true;
+    asked.same_bits = call_.same_bits;
     asked.group_scales = group_scales(isa_, input_, call_.same_bits, active.num_rows);
     asked.rows = m;
     asked.wide_rows = call_.wide_rows;
@@ -81,6 +87,7 @@ template <int N> void Walk::rows_of_step(const Range& range, int64_t i, ReadRow*
 }
 void Walk::rows_of(const Products& products, const Range& range, int64_t i, ReadRow* at) const {
     if (products.rows == kInt8TileRows) rows_of_step<kInt8TileRows>(range, i, at);
+    else if (products.rows == kOuterRows) rows_of_step<kOuterRows>(range, i, at);
     else if (products.rows == 8) rows_of_step<8>(range, i, at);
     else rows_of_step<4>(range, i, at);
 }
@@ -120,6 +127,10 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
         FourRows rows[2];
         describe<8>(products, reader, column, 1, rows);
         isa_.eight_rows(rows, products.x, m, sums, room.panel);
+    } else if (products.kernel == Kernel::outer_products) {
+        FourRows rows[kOuterRows / 4];
+        describe<kOuterRows>(products, reader, column, 1, rows);
+        isa_.outer_products(rows, products.x, m, sums, room.panel);
     } else if (products.kernel == Kernel::int8_tiles) {
         FourRows rows[kInt8TileRows / 4];
         describe<kInt8TileRows>(products, reader, column, 1, rows);

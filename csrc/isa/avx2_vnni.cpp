@@ -5,6 +5,7 @@
 #include "../epilogue.h"
 #include "../e4m3_rows.h"
 #include "../int8_residual.h"
+#include "../outer_products.h"
 
 namespace MOESTRO_ISA {
 
@@ -13,6 +14,7 @@ constexpr moestro::Isa make_isa() {
     moestro::Isa isa =
         basic_isa("avx2-vnni", moestro::all_of({Feature::avx2, Feature::fma, Feature::f16c, Feature::avx_vnni}));
     isa.four_rows = four_rows;
+    isa.outer_products = outer_products;
     isa.int8 = &kInt8;
     isa.int8_residual = &kInt8Residual;
     isa.e4m3 = &kE4m3;

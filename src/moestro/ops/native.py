@@ -36,6 +36,7 @@ class Isa:
         multiplies_int8: whether it multiplies an int8 input.
         multiplies_int8_residual: whether a row of 16 bits meets weights that are integers as int8 and an int8 residual.
         multiplies_int16: whether it meets them as integers of 16 bits.
+        has_outer_products: whether it multiplies many rows of floats by sixteen rows of weights at once.
         shifts_e4m3: whether codes of e4m3 become floats by a shift.
     """
 
@@ -50,6 +51,7 @@ class Isa:
     multiplies_int8: bool = False
     multiplies_int8_residual: bool = False
     multiplies_int16: bool = False
+    has_outer_products: bool = False
     shifts_e4m3: bool = False
 
     @property

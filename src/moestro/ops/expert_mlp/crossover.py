@@ -23,7 +23,8 @@ MARGIN = 0.9
 def wide_rows(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> int:
     """Rows from which on the engine takes its kernels for many rows; 0: its own table says.
 
-    They are tiles, eight rows of weights at once, or, where a set has neither, weights that are decoded once.
+    They are tiles, eight rows of weights at once, or, where a set has neither, weights that are decoded once and, for
+    many rows, outer products.
     """
     if not is_measured(x, weights):
         return 0
