@@ -105,7 +105,7 @@ def measure(layer: Layer, formats: Iterable[str], tokens: Sequence[int], seconds
         for num_tokens in tokens:
             x, routings = inputs(layer, num_tokens, INPUTS)
             if cpu.too_busy(x, routings[0], weights):
-                raise typer.BadParameter("other programs keep the cores, so that nothing can be predicted")
+                raise typer.BadParameter("threads wait for cores, so that nothing can be predicted")
             predicted = cpu.predictions(x, routings[0], weights)
             chosen = dispatch.prepare(EXPERT_MLP, x, routings[0], weights, "auto").implementation
             calls = {}

@@ -19,8 +19,8 @@ constexpr int64_t kLinearWorkspaceBytes = 64 << 20;
 
 int64_t given(int64_t measured, int64_t otherwise) { return measured ? measured : otherwise; }
 
-// Token rows of a block from which on weights are decoded once for all of them. Where there are other kernels for many
-// rows, what was measured is about those.
+// Token rows of a block from which on weights are decoded once for all of them. Where there are tiles or eight-row
+// dots, what was measured is about those; else it holds for this and for outer products.
 int64_t fewest_decoded(const Case& c) {
     const bool others = c.isa.eight_rows || c.isa.tiles;
     return given(others ? 0 : c.wide_rows, c.isa.direct_tokens + 1);
@@ -28,12 +28,19 @@ int64_t fewest_decoded(const Case& c) {
 
 bool takes_outer_products(const Case& c) {
     const int64_t columns = c.weights.columns, group = c.weights.group_columns;
-    return c.may_take_eight && c.isa.outer_products && !c.same_bits && columns > 0 &&
+    return c.may_take_more && c.isa.outer_products && !c.same_bits && columns > 0 &&
            (group == 0 || kOuterColumns % group == 0) && c.rows >= std::max(c.wide_rows, kFewestForOuter);
 }
 
+std::string when_outer_products() {
+    return "avx2 and avx2-vnni, from " + std::to_string(kFewestForOuter) +
+           " rows of a block (more where that was measured), unless PyTorch is deterministic or groups of weights do "
+           "not divide " +
+           std::to_string(kOuterColumns) + " columns";
+}
+
 bool takes_eight_rows(const Case& c) {
-    return c.may_take_eight && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
+    return c.may_take_more && c.isa.eight_rows && c.rows >= given(c.wide_rows, kFewestForEight) &&
            c.weights.columns > 0;
 }
 
@@ -79,11 +86,7 @@ const Rule kRules[kNumKernels] = {
      }},
     {Kernel::decoded_e4m3_dots, "decoded e4m3 dots", [](const Case& c) { return c.input == Input::e4m3; },
      [] { return std::string("the same with more rows"); }},
-    {Kernel::outer_products, "outer products", takes_outer_products,
-     [] {
-         return "avx2 and avx2-vnni, from " + std::to_string(kFewestForOuter) +
-                " rows of a block, unless PyTorch is deterministic";
-     }},
+    {Kernel::outer_products, "outer products", takes_outer_products, when_outer_products},
     {Kernel::eight_row_dots, "eight-row dots", takes_eight_rows,
      [] {
          return "avx512, avx512-vnni and avx512-bf16, from " + std::to_string(kFewestForEight) + " rows of a block";

@@ -33,12 +33,12 @@ struct Case {
     const Isa& isa;
     const Projection& weights;
     Input input = Input::floats;
-    bool takes_tiles = false;     // of bfloat16: `takes_tiles` of the call and the expert's rows
-    bool may_take_eight = false;  // rows of weights at once: a block of experts all of whose rows are floats
-    bool same_bits = false;       // of the call
-    bool group_scales = false;    // the expert's rows are few and the bits may depend on how many they are
-    int64_t rows = 0;             // of the block
-    int64_t wide_rows = 0;        // of the call
+    bool takes_tiles = false;    // of bfloat16: `takes_tiles` of the call and the expert's rows
+    bool may_take_more = false;  // than four rows of weights at once: a block of experts all of whose rows are floats
+    bool same_bits = false;      // of the call
+    bool group_scales = false;   // the expert's rows are few and the bits may depend on how many they are
+    int64_t rows = 0;            // of the block
+    int64_t wide_rows = 0;       // of the call
 };
 Kernel choose(const Case& asked);
 

@@ -228,7 +228,7 @@ struct Isa {
                   const float* const* weights, int64_t m, float* const* sums) = nullptr;
     // As four_rows of one step, out[t][0..8) of two times four rows: faster for many tokens. Null where it is not.
     void (*eight_rows)(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
-    // As four_rows of one step, with other bits, out[t][0..kOuterRows) of four times four rows whose groups fit into
+    // As four_rows of one step, with other bits, out[t][0..kOuterRows) of four times four rows whose groups divide
     // kOuterColumns: faster for many tokens. Null where it is not.
     void (*outer_products)(const FourRows* four, const float* const* x, int64_t m, float* out,
                            float* scratch) = nullptr;
@@ -245,6 +245,7 @@ struct Isa {
 
 // `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each
 // output.
+// With 16 rows it is more than outer products take: kOuterColumns of them twice, their scales and zeros.
 constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) {
     return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m);
 }

@@ -1,7 +1,7 @@
 // Many tokens and sixteen rows of weights: a piece of the rows is transposed, so that a vector is a column of eight of
 // them, and each number of a token multiplies two such vectors. It is loaded once for sixteen rows, where dots load it
-// for each four. Sums have other bits than those of dots, which run in each lane by itself. Included after kernels.h on
-// AVX2.
+// for each four. A dot has a sum in each lane and adds the lanes up at its end, so these sums have other bits. Included
+// after kernels.h on AVX2.
 #pragma once
 
 #include "kernels.h"
@@ -52,7 +52,8 @@ static void transpose_rows(const uint8_t* const* rows, int64_t n, float* panel) 
     transpose_eight(some, panel + k * kOuterRows);
 }
 
-// The weights that come next. Some lines of them are fetched into the second cache after every eight columns.
+// The weights that come next, if any do. Some lines of them are fetched into the second cache after every eight
+// columns.
 struct NextPiece {
     const uint8_t* row[kOuterRows];
     int64_t lines = 0, each = 0, r = 0, line = 0;  // of a row; after eight columns; what is next
@@ -60,6 +61,7 @@ struct NextPiece {
     NextPiece(const FourRows* four, int64_t bytes, int64_t times)
         : lines((bytes + 63) / 64), each((kOuterRows * lines + times - 1) / times) {
         for (int i = 0; i < kOuterRows; ++i) row[i] = four[i / kRows].next[i % kRows];
+        if (!row[0]) r = kOuterRows;
     }
     MOESTRO_INLINE void some() {
         for (int64_t i = 0; i < each && r < kOuterRows; ++i) {
@@ -105,14 +107,13 @@ template <int M> static void fill_outer(OuterTile* table) {
     if constexpr (M > 1) fill_outer<M - 1>(table);
 }
 
-// Has `next` of four times four rows be their columns from k on, or the first ones of the rows that come next.
+// Has `next` of four times four rows be their columns from k on, behind the last the rows that come next, or null.
 template <Element E> static void follow(const FourRows* asked, int64_t k, FourRows* four) {
     for (int i = 0; i < kOuterRows; ++i) {
         const FourRows& rows = asked[i / kRows];
-        const bool begins = k >= rows.columns && rows.next[0];
-        const uint8_t* const own = rows.data[i % kRows];
-        four[i / kRows].next[i % kRows] =
-            begins ? rows.next[i % kRows] : own + moestro::bytes_of(E, k < rows.columns ? k : 0);
+        const bool ends = k >= rows.columns;
+        const uint8_t* const then = asked->next[0] ? rows.next[i % kRows] : nullptr;
+        four[i / kRows].next[i % kRows] = ends ? then : rows.data[i % kRows] + moestro::bytes_of(E, k);
     }
 }
 

@@ -44,7 +44,7 @@ void add_expert(const Isa& isa, const Call& call, const Active& active, Sums& su
             Case asked{isa, p};
             asked.input = input;
             asked.takes_tiles = active.tiled;
-            asked.may_take_eight = true;
+            asked.may_take_more = true;
             asked.same_bits = call.same_bits;
             asked.group_scales = group_scales(isa, input, call.same_bits, active.num_rows);
             asked.rows = m;

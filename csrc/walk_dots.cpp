@@ -44,14 +44,14 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
                               const Room& room) const {
     Case asked{isa_, p};
     asked.input = input_;
-    asked.may_take_eight = true;
+    asked.may_take_more = true;
     asked.same_bits = call_.same_bits;
     asked.group_scales = group_scales(isa_, input_, call_.same_bits, active.num_rows);
     asked.rows = m;
     asked.wide_rows = call_.wide_rows;
     const Kernel kernel = choose(asked);
     asked.input = Input::floats;
-    asked.may_take_eight = false;
+    asked.may_take_more = false;
     asked.rows = m - block.integers;
     if (row_ops_) asked.wide_rows = 0;  // what was measured is about rows that became integers
     const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;

@@ -52,7 +52,7 @@ hypothesis.settings.load_profile("moestro")
 
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests wait for processes that they start."""
-    return (os.cpu_count() or 1) + 1
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", len(os.sched_getaffinity(0)) + 1))
 
 
 # Of kinds of devices that are not there torch.manual_seed notes a formatted stack at every call.

@@ -54,7 +54,7 @@ class Explanation:
         forced: the implementation forced by `moestro.use` or the environment, or None.
         dispatch: how rows would reach their experts and why, of a layer whose dispatcher chooses; else None.
         predictions: seconds by implementation, where what was measured on this machine decides (expert_mlp on a CPU).
-        too_busy: whether it would decide, had other programs not kept the cores when this process measured it.
+        too_busy: whether there are none because threads waited for cores while this process measured.
     """
 
     operation: str
@@ -87,7 +87,9 @@ class Explanation:
             times = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in self.predictions.items())
             lines.append(f"  predicted {times}, by what was measured on this machine")
         if self.too_busy:
-            lines.append("  not predicted: other programs kept the cores meanwhile; the next process measures again")
+            lines.append(
+                "  not predicted: threads waited for cores while this was measured; the next process measures again"
+            )
         if self.dispatch:
             lines.append(f"  dispatch {self.dispatch}")
         if self.strategy:

@@ -32,7 +32,7 @@ def measures(poisoned_memory, tmp_path, monkeypatch):
     torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(settings, "MEASURES", True)
-    monkeypatch.setattr(measured._Waits, "seconds", lambda self: 0.0)  # other tests may keep the cores
+    monkeypatch.setattr(measured._Waits, "longest", lambda self: 0.0)  # other tests may keep the cores
     caches = costs.costs, costs._read_rate
     for cache in caches:
         cache.cache_clear()
@@ -49,7 +49,7 @@ def flat(seconds, call=0.0):
 def pretend(monkeypatch, engine, plain):
     """Costs by way; the sets have those of `engine`."""
     monkeypatch.setattr(costs, "costs", lambda way, *_: plain if way == costs.PLAIN else engine)
-    monkeypatch.setattr(costs, "read_rate", lambda: 1e12)
+    monkeypatch.setattr(costs, "_read_rate", lambda threads: (1e12, True))
 
 
 def large(rows=3, dtype=torch.bfloat16):
@@ -71,6 +71,13 @@ def test_cost_between_and_beyond_what_was_tried():
 def test_wide_kernels_begin_where_they_are_faster(first):
     wide = tuple(0.5 if rows >= first else 2.0 for rows in ROWS)
     assert Costs(ROWS, 0.0, (1.0,) * len(ROWS), wide).wide_rows == first
+
+
+def test_noise_below_where_both_are_one_kernel_is_not_decisive():
+    """A sum that is a little smaller with wide kernels from 60 rows on than from 1."""
+    narrow = (0.98, 0.99, 1.0, 0.99, 1.0, 1.0, 1.3, 1.3)
+    assert Costs(ROWS, 0.0, narrow, (1.0,) * len(ROWS)).wide_rows == 1
+    assert Costs(ROWS, 0.0, (0.8, *narrow[1:]), (1.0,) * len(ROWS)).wide_rows == 2
 
 
 def test_no_wide_kernels_where_nothing_is_gained():
@@ -219,11 +226,16 @@ def test_what_was_measured_on_a_busy_machine_decides_nothing(busy, monkeypatch):
     arguments = large(dtype=torch.bfloat16 if isa.multiplies_bfloat16 else torch.float32)
     explained = moestro.explain(expert_mlp, *arguments)
     assert (explained.chosen, explained.predictions, explained.too_busy) == (f"cpu-{isa.name}", {}, True)
-    assert "not predicted: other programs kept the cores" in str(explained)
+    assert "not predicted: threads waited for cores" in str(explained)
     assert crossover.wide_rows(isa, None, arguments[0], arguments[2]) == (0 if busy == "engine" else 1)
     pretend(monkeypatch, fast, flat(1e-3))
     explained = moestro.explain(expert_mlp, *arguments)
     assert (explained.chosen, explained.too_busy) == ("torch", False)
+    monkeypatch.setattr(costs, "_read_rate", lambda threads: (1e12, False))
+    explained = moestro.explain(expert_mlp, *arguments)
+    assert (explained.chosen, explained.too_busy) == (f"cpu-{isa.name}", True)
+    nobody = Routing(torch.full((0, 2), -1), torch.ones(0, 2))
+    assert not moestro.explain(expert_mlp, arguments[0][:0], nobody, arguments[2]).too_busy
 
 
 @needs_engine

@@ -76,7 +76,7 @@ def _costs(measure: bool) -> dict[str, list[float]]:
                 weights = costs.sample(formats.find_format(name), costs.COMMON_COLUMNS, "float")
                 cpu.predictions(x, routing, weights)
                 if cpu.too_busy(x, routing, weights):
-                    typer.echo(f"{name}: not kept, as other programs kept the cores; measure again later", err=True)
+                    typer.echo(f"{name}: not kept, as threads waited for cores; measure again later", err=True)
     return measured.read()
 
 

@@ -26,7 +26,7 @@ FILE = "measured.json"
 LEAST_ROUNDS = 3
 
 CALM = 0.05
-"""Of a round's seconds, what threads of this process may wait for a core if it is to count."""
+"""Of a round's seconds, what a thread of this process may wait for a core if it is to count."""
 
 PATIENCE = 0.03
 """Seconds beyond those asked for that calls are timed where too few rounds count."""
@@ -37,7 +37,7 @@ _ONE_AT_A_TIME = threading.RLock()
 """For threads; what is measured may itself need what is measured."""
 
 _gave_up = 0
-"""How often `fastest` found too few rounds that count: other programs kept the cores."""
+"""How often `fastest` found too few rounds that count, since threads waited for cores."""
 
 
 def measures() -> bool:
@@ -50,7 +50,7 @@ def kept(
     name: str, measure: Callable[[], list[float]], is_sound: Callable[[list[float]], bool]
 ) -> tuple[list[float], bool]:
     """The numbers of that name: those that were found on this machine before, if they are sound, or measured now; and
-    whether the cores were free for it. What was measured where they were not is not kept, and may be far off."""
+    whether threads had their cores meanwhile. What was measured where they waited is not kept, and may be far off."""
     with _ONE_AT_A_TIME:  # threads that measure at once would measure each other
         found, before = read(), _gave_up
         if name not in found or not is_sound(found[name]):
@@ -82,27 +82,28 @@ def path() -> Path:
 def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
     """The least seconds of each call, the calls in turns for so long, and at least three times.
 
-    A round in which threads of this process waited for a core does not count: beside a compiler a call of 0.03 ms takes
-    7 ms three times in a row. After `PATIENCE` what was found is returned, and `kept` is told.
+    A round in which a thread of this process waited for a core does not count: beside a compiler a call of 0.03 ms
+    takes 7 ms three times in a row. After `PATIENCE`, and twice as many rounds, what was found is returned, and `kept`
+    is told.
     """
     global _gave_up
     best = [float("inf")] * len(calls)
     start = time.perf_counter()
     rounds = calm = 0
     with _Waits() as waits:
-        waited = waits.seconds()
+        waits.longest()
         while calm < LEAST_ROUNDS or time.perf_counter() - start < seconds:
-            if rounds >= LEAST_ROUNDS > calm and time.perf_counter() - start > seconds + PATIENCE:
+            if rounds >= 2 * LEAST_ROUNDS and calm < LEAST_ROUNDS and time.perf_counter() - start > seconds + PATIENCE:
                 _gave_up += 1
                 break
-            began, before = time.perf_counter(), waited
+            began = time.perf_counter()
             for index, call in enumerate(calls):
                 begin = time.perf_counter()
                 call()
                 best[index] = min(best[index], time.perf_counter() - begin)
-            length, waited = time.perf_counter() - began, waits.seconds()
+            length = time.perf_counter() - began
             rounds += 1
-            calm += waited - before <= CALM * length
+            calm += waits.longest() <= CALM * length
     return best
 
 
@@ -123,14 +124,19 @@ class _Waits:
         for file in self._files.values():
             file.close()
 
-    def seconds(self) -> float:
+    def longest(self) -> float:
+        """Seconds that one thread has waited at most since this was asked last, or since it was first seen."""
         with contextlib.suppress(OSError):
             for thread in set(os.listdir(_TASKS)) - set(self._files):  # the first call may start PyTorch's
-                self._files[thread] = (_TASKS / thread / "schedstat").open("rb", buffering=0)
+                with contextlib.suppress(OSError):
+                    self._files[thread] = (_TASKS / thread / "schedstat").open("rb", buffering=0)
+        most = 0
         for thread, file in self._files.items():
-            with contextlib.suppress(OSError, IndexError, ValueError):  # one that ended keeps what it had
-                self._waited[thread] = int(os.pread(file.fileno(), 64, 0).split()[1])
-        return sum(self._waited.values()) * 1e-9
+            with contextlib.suppress(OSError, IndexError, ValueError):  # one that ended has waited no longer
+                waited = int(os.pread(file.fileno(), 64, 0).split()[1])
+                most = max(most, waited - self._waited.get(thread, waited))
+                self._waited[thread] = waited
+        return most * 1e-9
 
 
 def taken_by_others(call: Callable[[], T]) -> tuple[T, float]:

@@ -37,6 +37,10 @@ NEVER = 1 << 40
 WEIGHTS = 1 << 19
 """Of a sample, for each thread."""
 
+NOISE = 0.05
+"""As a logarithm, what all numbers of rows together may take longer with wide kernels from fewer rows on: below some
+both are the same kernel, as of float32 without eight-row dots, and either may seem faster."""
+
 SECONDS = 0.0015
 """That the calls of a sample with one number of rows take, unless three take longer."""
 
@@ -63,7 +67,7 @@ class Costs:
         call: seconds that every expert of a call takes beside its products.
         narrow, wide: seconds for a weight with each number of rows, without wide kernels and with them; the same for a
             way that has none.
-        calm: whether the cores were free while this was measured; else it may be far off.
+        calm: whether threads had their cores while this was measured; else it may be far off.
     """
 
     rows: tuple[int, ...]
@@ -80,7 +84,8 @@ class Costs:
             pairs = zip(self.rows, self.narrow, self.wide, strict=True)
             return sum(math.log(wide if rows >= first else narrow) for rows, narrow, wide in pairs)
 
-        return min((NEVER, *reversed(self.rows)), key=total)
+        best = min((NEVER, *reversed(self.rows)), key=total)
+        return best if best == NEVER else next(rows for rows in self.rows if total(rows) <= total(best) + NOISE)
 
     def at(self, rows: float) -> float:
         """Seconds for a weight that meets so many rows."""
@@ -195,19 +200,24 @@ def _rising(times: Sequence[float], call: float) -> list[float]:
 
 def read_rate() -> float:
     """Bytes per second that all threads read of memory."""
-    return _read_rate(torch.get_num_threads())
+    return _read_rate(torch.get_num_threads())[0]
+
+
+def read_is_calm() -> bool:
+    """Whether threads had their cores while that was measured."""
+    return _read_rate(torch.get_num_threads())[1]
 
 
 @functools.cache
-def _read_rate(threads: int) -> float:
+def _read_rate(threads: int) -> tuple[float, bool]:
     def measure() -> list[float]:
         cache = max(machine.cache_bytes().values(), default=0)
         memory = torch.ones(min(max(2 * cache, LEAST_PROBE), MOST_PROBE) // 4, device="cpu")
         (seconds,) = measured.fastest((memory.sum,), 4 * SECONDS)
         return [memory.nbytes / seconds]
 
-    found, _ = measured.kept(f"{threads} threads read", measure, lambda found: len(found) == 1 and found[0] > 0)
-    return found[0]
+    found, calm = measured.kept(f"{threads} threads read", measure, lambda found: len(found) == 1 and found[0] > 0)
+    return found[0], calm
 
 
 def sample(form: WeightFormat, columns: int, inputs: InputFormat, size: int = 0) -> ExpertWeights:

@@ -156,9 +156,9 @@ def predictions(x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str
 
 
 def too_busy(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
-    """Whether `predictions` would be there, had other programs not kept the cores while they were measured."""
+    """Whether nothing is predicted because threads waited for cores while this process measured."""
     best = best_set(x, routing, weights)
-    return best is not None and crossover.too_busy(best, binder(best), x, weights)
+    return best is not None and crossover.too_busy(best, binder(best), x, routing, weights)
 
 
 def best_set(x: Tensor, routing: Routing, weights: ExpertWeights) -> native.Isa | None:

@@ -54,17 +54,19 @@ def reason(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: Exp
 def predictions(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> dict[str, float]:
     """Seconds by implementation, of this set and of plain torch; empty where nothing is measured, or `too_busy`."""
     work = costs.Work.of(routing, weights)
-    if not is_measured(x, weights) or not work.experts or too_busy(isa, bind, x, weights):
+    if not is_measured(x, weights) or not work.experts or too_busy(isa, bind, x, routing, weights):
         return {}
     rate = costs.read_rate()
     ways = (f"cpu-{isa.name}", bind), (costs.PLAIN, bind_plain)
     return {name: work.seconds(*_both_costs(name, way, x, weights), rate) for name, way in ways}
 
 
-def too_busy(isa: Isa, bind: costs.Bind, x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether other programs kept the cores while this process measured what decides, so that it does not."""
+def too_busy(isa: Isa, bind: costs.Bind, x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+    """Whether threads waited for cores while this process measured what predicts the call, so that nothing does."""
+    if not is_measured(x, weights) or not costs.Work.of(routing, weights).experts:
+        return False
     ways = (f"cpu-{isa.name}", bind), (costs.PLAIN, bind_plain)
-    return is_measured(x, weights) and not all(c.calm for way in ways for c in _both_costs(*way, x, weights))
+    return not (costs.read_is_calm() and all(c.calm for way in ways for c in _both_costs(*way, x, weights)))
 
 
 def is_measured(x: Tensor, weights: ExpertWeights) -> bool:

@@ -30,7 +30,7 @@ Call = Callable[[], object]
 def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) -> int | None:
     """The most of `STEPS` for which the engine was as fast as PyTorch's matmul; 0 if it never was, or `ALL`.
 
-    None where other programs kept the cores meanwhile, so that nobody knows.
+    None where threads waited for cores meanwhile, so that nobody knows.
 
     Args:
         isa: the instruction set's name.

@@ -12,6 +12,8 @@ from moestro.ops.projection import measured
 TILED_ROWS, DOTTED_ROWS = 128, 4
 """With an instruction set that has a unit for tiles of bfloat16, and with any other: where nothing may be measured."""
 
+MEASURED = "measured on this machine"
+
 
 def slower(isa: Isa, num_rows: int, dtype: torch.dtype, engine: measured.Multiply) -> str | None:
     """The sentence why PyTorch is the better choice for so many rows; None where it is not, or is not asked for.
@@ -25,9 +27,8 @@ def slower(isa: Isa, num_rows: int, dtype: torch.dtype, engine: measured.Multipl
     most, how = TILED_ROWS if isa.has_tile_unit else DOTTED_ROWS, "where nothing is measured"
     if measures():
         found = measured.most_rows(isa.name, dtype, torch.get_num_threads(), engine)
-        most, how = (
-            (most, "as a busy machine was not measured") if found is None else (found, "measured on this machine")
-        )
+        most, how = (most, "as threads waited for cores when it was measured") if found is None else (found, MEASURED)
     if num_rows > most:
-        return f"PyTorch's matmul is faster beyond {most} rows ({num_rows} here), {how}; forced by name it runs"
+        verb = "is faster" if how == MEASURED else "runs"
+        return f"PyTorch's matmul {verb} beyond {most} rows ({num_rows} here), {how}; forced by name this one runs"
     return None
