@@ -7,7 +7,7 @@ namespace {
 
 // Token rows of a block from which on eight rows of weights at once are faster than four.
 constexpr int64_t kFewestForEight = 7;
-// Token rows of a block from which on outer products are faster than dots: weights are transposed for all of them.
+// Rows of an expert from which on outer products are faster than dots: weights are transposed for all of them.
 constexpr int64_t kFewestForOuter = 32;
 // Token rows of a block from which on tiles of int8 are faster than dots.
 constexpr int64_t kFewestForInt8Tiles = 5;
@@ -29,12 +29,13 @@ int64_t fewest_decoded(const Case& c) {
 bool takes_outer_products(const Case& c) {
     const int64_t columns = c.weights.columns, group = c.weights.group_columns;
     return c.may_take_more && c.isa.outer_products && !c.same_bits && columns > 0 &&
-           (group == 0 || kOuterColumns % group == 0) && c.rows >= std::max(c.wide_rows, kFewestForOuter);
+           (group == 0 || kOuterColumns % group == 0) && c.expert_rows >= std::max(c.wide_rows, kFewestForOuter);
 }
 
 std::string when_outer_products() {
     return "avx2 and avx2-vnni, from " + std::to_string(kFewestForOuter) +
-           " rows of a block (more where that was measured), unless PyTorch is deterministic or groups of weights do "
+           " rows of the expert (more where that was measured), unless PyTorch is deterministic or groups of weights "
+           "do "
            "not divide " +
            std::to_string(kOuterColumns) + " columns";
 }

@@ -34,10 +34,11 @@ struct Case {
     const Projection& weights;
     Input input = Input::floats;
     bool takes_tiles = false;    // of bfloat16: `takes_tiles` of the call and the expert's rows
-    bool may_take_more = false;  // than four rows of weights at once: a block of experts all of whose rows are floats
+    bool may_take_more = false;  // than four rows of weights at once: a block all of whose rows are floats
     bool same_bits = false;      // of the call
     bool group_scales = false;   // the expert's rows are few and the bits may depend on how many they are
     int64_t rows = 0;            // of the block
+    int64_t expert_rows = 0;     // all of the expert's: rows of outer products are alike in every block
     int64_t wide_rows = 0;       // of the call
 };
 Kernel choose(const Case& asked);

@@ -48,6 +48,7 @@ void add_expert(const Isa& isa, const Call& call, const Active& active, Sums& su
             asked.same_bits = call.same_bits;
             asked.group_scales = group_scales(isa, input, call.same_bits, active.num_rows);
             asked.rows = m;
+            asked.expert_rows = active.num_rows;
             asked.wide_rows = call.wide_rows;
             sums.add(stage, choose(asked), m);
         }

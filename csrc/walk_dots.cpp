@@ -48,6 +48,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     asked.same_bits = call_.same_bits;
     asked.group_scales = group_scales(isa_, input_, call_.same_bits, active.num_rows);
     asked.rows = m;
+    asked.expert_rows = active.num_rows;
     asked.wide_rows = call_.wide_rows;
     const Kernel kernel = choose(asked);
     asked.input = Input::floats;
