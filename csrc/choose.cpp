@@ -33,11 +33,12 @@ bool takes_outer_products(const Case& c) {
 }
 
 std::string when_outer_products() {
-    return "avx2 and avx2-vnni, from " + std::to_string(kFewestForOuter) +
+    const std::string rows = std::to_string(kFewestForOuter), columns = std::to_string(kOuterColumns);
+    return "avx2 and avx2-vnni, from " + rows +
            " rows of the expert (more where that was measured), unless PyTorch is deterministic or groups of weights "
            "do "
            "not divide " +
-           std::to_string(kOuterColumns) + " columns";
+           columns + " columns";
 }
 
 bool takes_eight_rows(const Case& c) {

@@ -244,8 +244,7 @@ struct Isa {
 };
 
 // `rows` rows as floats, their scales and zeros (a group has at least 16 columns), and a vector of sums for each
-// output.
-// With 16 rows it is more than outer products take: kOuterColumns of them twice, their scales and zeros.
+// output. With kOuterRows it is more than outer products take: kOuterColumns of the rows twice, their scales and zeros.
 constexpr int64_t scratch_floats(int64_t columns, int64_t m, int64_t rows = 4) {
     return rows * (columns + 256 + 2 * (columns / 16 + 64) + 16 * m);
 }

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 import moestro
+from moestro import machine
 
 # Before anything imports triton: without a GPU its kernels run in Triton's interpreter, on the CPU.
 if not torch.cuda.is_available():
@@ -52,7 +53,7 @@ hypothesis.settings.load_profile("moestro")
 
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests wait for processes that they start."""
-    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", len(os.sched_getaffinity(0)) + 1))
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", machine.cores() + 1))
 
 
 # Of kinds of devices that are not there torch.manual_seed notes a formatted stack at every call.
