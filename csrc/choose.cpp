@@ -33,12 +33,9 @@ bool takes_outer_products(const Case& c) {
 }
 
 std::string when_outer_products() {
-    const std::string rows = std::to_string(kFewestForOuter), columns = std::to_string(kOuterColumns);
-    return "avx2 and avx2-vnni, from " + rows +
-           " rows of the expert (more where that was measured), unless PyTorch is deterministic or groups of weights "
-           "do "
-           "not divide " +
-           columns + " columns";
+    return "avx2 and avx2-vnni, where groups of weights divide " + std::to_string(kOuterColumns) + " columns, from " +
+           std::to_string(kFewestForOuter) +
+           " rows of the expert (more where that was measured), unless PyTorch is deterministic";
 }
 
 bool takes_eight_rows(const Case& c) {
