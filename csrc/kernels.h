@@ -423,7 +423,8 @@ static void run(const FourRows& asked, const float* const* x, int64_t m, float* 
     tiles<E>(asked, scales, zeros, x, m, out);
 }
 
-static void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+[[maybe_unused]] static void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* out,
+                                       float* scratch) {
     moestro::with_element(rows.element, [&](auto e) {
         in_steps(rows, m, out,
                  [&](const FourRows& four, float* to) { run<decltype(e)::value>(four, x, m, to, scratch); });

@@ -6,6 +6,7 @@ constexpr int kNarrow = 0;
 }
 #include "../vec_avx512.h"
 #include "../bfloat16_tiles.h"
+#include "shared.h"
 
 namespace MOESTRO_ISA {
 
@@ -167,23 +168,15 @@ template <int Tiles, bool, class Decoder> static void packed_product(const Decod
 
 static const moestro::TileOps kTileOps = {begin, end, pack, gate_up, down};
 
-}  // namespace MOESTRO_ISA
-
-namespace moestro {
-extern const RowOps kAmxInt8Residual;
-}
-
-namespace MOESTRO_ISA {
-
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa =
         basic_isa("amx", moestro::all_of({Feature::amx_tile, Feature::amx_bf16, Feature::avx512f, Feature::avx512bw,
                                           Feature::avx512dq, Feature::avx512vl, Feature::avx512_bf16,
                                           Feature::avx512vbmi, Feature::avx512_vnni, Feature::tiles_allowed}));
-    isa.four_rows = four_rows;
+    isa.four_rows = moestro::avx512::four_rows;
     isa.tiles = &kTileOps;
-    isa.int8_residual = &moestro::kAmxInt8Residual;
+    isa.int8_residual = &moestro::avx512_vbmi::kInt8Residual;
     return isa;
 }
 

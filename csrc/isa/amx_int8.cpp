@@ -7,8 +7,9 @@
 #define MOESTRO_ISA moestro_amx_int8
 #include "../bytes_avx512.h"
 #include "../epilogue.h"
-#include "../int8_residual.h"
+#include "../int8.h"
 #include "../transpose.h"
+#include "shared.h"
 
 namespace MOESTRO_ISA {
 
@@ -428,8 +429,9 @@ static int64_t int8_tile_scratch(int64_t columns) {
 }
 
 static const moestro::Int8TileOps kInt8Tiles = {packed_bytes, pack, int8_tile_rows, int8_tile_scratch};
-static const moestro::RowOps kInt8WithTiles = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>, int8_rows,
-                                               integer_scratch<RowsOfBytes>, &kInt8Tiles};
+static const moestro::RowOps kInt8WithTiles = {integer_row_floats<RowsOfBytes>, quantize_row<RowsOfBytes>,
+                                               moestro::avx512_vbmi::int8_rows, integer_scratch<RowsOfBytes>,
+                                               &kInt8Tiles};
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
@@ -444,6 +446,5 @@ constexpr moestro::Isa make_isa() {
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
-extern const RowOps kAmxInt8Residual = MOESTRO_ISA::kInt8Residual;
 extern const Isa kAmxInt8 = MOESTRO_ISA::make_isa();
 }  // namespace moestro

@@ -3,9 +3,8 @@
 #define MOESTRO_VNNI_256
 #include "../bytes_avx2.h"
 #include "../epilogue.h"
-#include "../e4m3_rows.h"
 #include "../int8_residual.h"
-#include "../outer_products.h"
+#include "shared.h"
 
 namespace MOESTRO_ISA {
 
@@ -13,11 +12,11 @@ constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa =
         basic_isa("avx2-vnni", moestro::all_of({Feature::avx2, Feature::fma, Feature::f16c, Feature::avx_vnni}));
-    isa.four_rows = four_rows;
-    isa.outer_products = outer_products;
+    isa.four_rows = moestro::avx2::four_rows;
+    isa.outer_products = moestro::avx2::outer_products;
     isa.int8 = &kInt8;
     isa.int8_residual = &kInt8Residual;
-    isa.e4m3 = &kE4m3;
+    isa.e4m3 = &moestro::avx2::kE4m3;
     return isa;
 }
 

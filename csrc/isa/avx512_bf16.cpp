@@ -7,8 +7,8 @@ constexpr int kNarrow = 8;  // of vectors of half the size
 #include "../bytes_avx512.h"
 #include "../bfloat16_tiles.h"
 #include "../e4m3_dots.h"
-#include "../eight_rows.h"
 #include "../int8_residual.h"
+#include "shared.h"
 
 namespace MOESTRO_ISA {
 
@@ -157,16 +157,23 @@ constexpr moestro::Isa make_isa() {
     moestro::Isa isa = basic_isa(
         "avx512-bf16", moestro::all_of({Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl,
                                         Feature::avx512_bf16, Feature::avx512vbmi, Feature::avx512_vnni}));
-    isa.four_rows = four_rows;
-    isa.eight_rows = eight_rows;
+    isa.four_rows = moestro::avx512::four_rows;
+    isa.eight_rows = moestro::avx512::eight_rows;
     isa.tiles = &kTileOps;
     isa.bfloat16 = &kPairs;
-    isa.int8_residual = &kInt8Residual;
+    isa.int8_residual = &moestro::avx512_vbmi::kInt8Residual;
     return isa;
 }
 
 }  // namespace MOESTRO_ISA
 
 namespace moestro {
+namespace avx512_vbmi {
+void int8_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) {
+    MOESTRO_ISA::int8_rows(rows, x, m, out, scratch);
+}
+extern const RowOps kInt8Residual = MOESTRO_ISA::kInt8Residual;
+}  // namespace avx512_vbmi
+
 extern const Isa kAvx512Bf16 = MOESTRO_ISA::make_isa();
 }  // namespace moestro

@@ -3,13 +3,14 @@
 #include "../bytes_neon.h"
 #include "../epilogue.h"
 #include "../int8_residual.h"
+#include "shared.h"
 
 namespace MOESTRO_ISA {
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa = basic_isa("neon-dotprod", moestro::all_of({Feature::asimd, Feature::asimddp}));
-    isa.four_rows = four_rows;
+    isa.four_rows = moestro::neon::four_rows;
     isa.int8 = &kInt8;
     isa.int8_residual = &kInt8Residual;
     return isa;
