@@ -8,7 +8,7 @@ namespace {
 // Token rows of a block from which on eight rows of weights at once are faster than four.
 constexpr int64_t kFewestForEight = 7;
 // Rows of an expert from which on outer products are faster than dots: weights are transposed for all of them.
-constexpr int64_t kFewestForOuter = 32;
+constexpr int64_t kFewestForOuter = 40;
 // Token rows of a block from which on tiles of int8 are faster than dots.
 constexpr int64_t kFewestForInt8Tiles = 5;
 // Rows of an expert up to which codes of e4m3 become floats in registers.
@@ -28,8 +28,10 @@ int64_t fewest_decoded(const Case& c) {
 
 bool takes_outer_products(const Case& c) {
     const int64_t columns = c.weights.columns, group = c.weights.group_columns;
-    return c.may_take_more && c.isa.outer_products && !c.same_bits && columns > 0 &&
-           (group == 0 || kOuterColumns % group == 0) && c.expert_rows >= std::max(c.wide_rows, kFewestForOuter);
+    const RowOps* const ops = row_ops(c.isa, c.input);
+    const bool has_them = ops ? ops->outer_products != nullptr : c.isa.outer_products != nullptr;
+    return c.may_take_more && has_them && !c.same_bits && columns > 0 && (group == 0 || kOuterColumns % group == 0) &&
+           c.expert_rows >= std::max(c.wide_rows, kFewestForOuter);
 }
 
 std::string when_outer_products() {
@@ -83,9 +85,9 @@ const Rule kRules[kNumKernels] = {
                 " rows of the expert, unless PyTorch is deterministic (avx2, avx2-vnni, where the processor "
                 "multiplies subnormal numbers as fast as others)";
      }},
-    {Kernel::decoded_e4m3_dots, "decoded e4m3 dots", [](const Case& c) { return c.input == Input::e4m3; },
-     [] { return std::string("the same with more rows"); }},
     {Kernel::outer_products, "outer products", takes_outer_products, when_outer_products},
+    {Kernel::decoded_e4m3_dots, "decoded e4m3 dots", [](const Case& c) { return c.input == Input::e4m3; },
+     [] { return std::string("as e4m3 dots, with more rows"); }},
     {Kernel::eight_row_dots, "eight-row dots", takes_eight_rows,
      [] {
          return "avx512, avx512-vnni and avx512-bf16, from " + std::to_string(kFewestForEight) + " rows of a block";
@@ -162,6 +164,17 @@ Kernel choose(const Case& asked) {
     return Kernel::decoded_dots;
 }
 
+Case linear_case(const Isa& isa, const LinearCall& call, int64_t num_tokens) {
+    Case asked{isa, call.weights};
+    asked.input = input_of(isa, call);
+    asked.may_take_more = isa.outer_products != nullptr;  // eight-row dots are not what linear modules take
+    asked.same_bits = call.same_bits;
+    asked.expert_rows = num_tokens;
+    asked.wide_rows = call.wide_rows;
+    asked.group_scales = asked.input == Input::e4m3 && group_scales(isa, asked.input, call.same_bits, num_tokens);
+    return asked;
+}
+
 bool shifts_e4m3(const Isa& isa) { return isa.e4m3 && !lacking(all_of({Feature::subnormals})); }
 
 Input input_of(const Isa& isa, const LinearCall& call) {
@@ -208,6 +221,11 @@ bool takes_tiles(const Isa& isa, const LinearCall& call) {
 }
 
 int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_block, 1, kTokenBlock); }
+
+int64_t next_block(int64_t left, int64_t most) {
+    const int64_t blocks = (left + most - 1) / most;
+    return std::min({left, most, ((left + blocks - 1) / blocks + 15) / 16 * 16});
+}
 
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {
     const int64_t rows = call.all_experts ? call.num_experts + call.top_k : call.top_k;

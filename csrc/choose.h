@@ -19,8 +19,8 @@ enum class Kernel : int {
     int16_dots,
     bfloat16_dots,
     e4m3_dots,
-    decoded_e4m3_dots,
     outer_products,
+    decoded_e4m3_dots,
     eight_row_dots,
     group_scaled_dots,
     direct_dots,
@@ -34,7 +34,7 @@ struct Case {
     const Projection& weights;
     Input input = Input::floats;
     bool takes_tiles = false;    // of bfloat16: `takes_tiles` of the call and the expert's rows
-    bool may_take_more = false;  // than four rows of weights at once: a block all of whose rows are floats
+    bool may_take_more = false;  // than four rows of weights at once
     bool same_bits = false;      // of the call
     bool group_scales = false;   // the expert's rows are few and the bits may depend on how many they are
     int64_t rows = 0;            // of the block
@@ -42,6 +42,8 @@ struct Case {
     int64_t wide_rows = 0;       // of the call
 };
 Kernel choose(const Case& asked);
+// Of a matrix by itself and so many tokens at once, but for the rows of a block.
+Case linear_case(const Isa& isa, const LinearCall& call, int64_t num_tokens);
 
 // Whether codes of e4m3 become floats by a shift: the set can do that, and the processor takes subnormal numbers at no
 // cost.
@@ -59,6 +61,9 @@ bool takes_tiles(const Isa& isa, const LinearCall& call);
 bool group_scales(const Isa& isa, Input input, bool same_bits, int64_t expert_rows);
 // Token rows that meet a range of weights before the next ones do.
 int64_t token_block(const Call& call);
+// Token rows of the next block where so many are left of an expert or of a matrix: blocks are near-equal, in whole
+// tiles of tokens.
+int64_t next_block(int64_t left, int64_t most);
 // Tokens that fit into the workspace at once; 16 always do.
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input);
 int64_t tokens_at_once(const LinearCall& call);

@@ -5,6 +5,7 @@
 
 #include "e4m3_scales.h"
 #include "integer_rows.h"
+#include "outer_products.h"
 
 namespace MOESTRO_ISA {
 
@@ -193,8 +194,20 @@ static void four_e4m3_rows(const FourRows& asked, const float* const* x, int64_t
     });
 }
 
+static void e4m3_outer_products(const FourRows* four, const float* const* x, int64_t m, float* out, float* scratch) {
+    const int64_t padded = round_up(four->columns, kCodes);
+    outer<Element::e4m3>(four, x, m, out, scratch,
+                         [](FourRows& rows, const float* const* scales, const float* const*, float* panel) {
+                             decode_e4m3(rows, scales, panel);
+                             return rows.columns;
+                         });
+    for (int64_t t = 0; t < m; ++t)
+        for (int r = 0; r < kOuterRows; ++r) out[kOuterRows * t + r] *= x[t][padded];
+}
+
 static int64_t e4m3_scratch(int64_t columns) { return moestro::scratch_floats(columns, moestro::kTokenBlock); }
 
-static constexpr moestro::RowOps kE4m3 = {e4m3_row_floats, e4m3_row, four_e4m3_rows, e4m3_scratch};
+static constexpr moestro::RowOps kE4m3 = {e4m3_row_floats, e4m3_row, four_e4m3_rows,     e4m3_scratch,
+                                          nullptr,         0,        e4m3_outer_products};
 
 }  // namespace MOESTRO_ISA

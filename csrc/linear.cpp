@@ -78,20 +78,20 @@ private:
         const int64_t sums = kChunk * kBlock, segment = kBlock * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
-        const int64_t panel = round_up(std::max({scratch_floats(layout_.padded, kBlock), of_tiles, of_rows}), 16);
+        const int64_t of_floats = scratch_floats(layout_.padded, kBlock, isa_.outer_products ? kOuterRows : 4);
+        const int64_t panel = round_up(std::max({of_floats, of_tiles, of_rows}), 16);
         float* room = scratch().reserve(panel + sums + segment);
-        Part memory{};
-        memory.panel = room, memory.sums = room + panel, memory.out = room + panel + sums;
+        Part part{};
+        part.panel = room, part.sums = room + panel, part.out = room + panel + sums;
         const bool counted = is_counting();
         if (tiled_) isa_.tiles->begin();
         Reader reader(queue_);
         while (const Range* range = reader.take())
             for (int64_t i = range->first; i < range->last; i += kChunk)
-                for (int64_t t = 0; t < n_; t += kBlock) {
-                    Part part = memory;
+                for (int64_t t = 0; t < n_; t += part.num_tokens) {
                     part.first_row = i, part.last_row = std::min(i + kChunk, range->last);
-                    part.first_token = t, part.num_tokens = std::min(kBlock, n_ - t);
-                    reader.last_pass = t + kBlock >= n_;
+                    part.first_token = t, part.num_tokens = next_block(n_ - t, kBlock);
+                    reader.last_pass = t + part.num_tokens == n_;
                     reader.counts = counted && i == 0;
                     if (tiled_) tiled(reader, part);
                     else dotted(reader, part);
@@ -100,74 +100,93 @@ private:
         if (tiled_) isa_.tiles->end();
     }
 
-    void dotted(Reader& reader, const Part& part) const {
-        const Projection& p = call_.weights;
-        const int64_t m = part.num_tokens;
-        // Rows that became what row_ops_ multiplies, and after them those that stayed floats.
-        int64_t row_of[kBlock], integers = 0, n = 0;
+    // Of the tokens of a part, those that became what row_ops_ multiplies, and after them those that stayed floats.
+    struct Tokens {
+        int64_t of[kBlock];  // counted from the part's first
         const float* x[kBlock];
+        int64_t integers = 0;
+    };
+    Tokens tokens_of(const Part& part) const {
+        Tokens found;
+        int64_t n = 0;
         for (int is_float = 0; is_float < 2; ++is_float) {
-            for (int64_t r = 0; r < m; ++r) {
+            for (int64_t r = 0; r < part.num_tokens; ++r) {
                 const int64_t t = part.first_token + r;
-                if (is_float_[t] == is_float) row_of[n] = r, x[n++] = x_ + t * x_stride_;
+                if (is_float_[t] == is_float) found.of[n] = r, found.x[n++] = x_ + t * x_stride_;
             }
-            if (!is_float) integers = n;
+            if (!is_float) found.integers = n;
         }
-        Case asked{isa_, p};
-        asked.input = input_of(isa_, call_);
+        return found;
+    }
+
+    void dotted(Reader& reader, const Part& part) const {
+        const int64_t m = part.num_tokens;
+        const Tokens tokens = tokens_of(part);
+        Case asked = linear_case(isa_, call_, n_);
         asked.rows = m;
-        asked.wide_rows = call_.wide_rows;
-        asked.group_scales = asked.input == Input::e4m3 && group_scales(isa_, asked.input, call_.same_bits, n_);
         const Kernel kernel = choose(asked);
-        asked.input = Input::floats, asked.group_scales = false;
-        asked.rows = m - integers;
-        const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
-        if (reader.counts && integers > 0) count(Stage::linear, kernel);
-        if (reader.counts && integers < m) count(Stage::linear, float_kernel);
-        const int64_t most = integers > 0 && integers < m ? 1 : kChunk;
+        asked.input = Input::floats, asked.group_scales = asked.may_take_more = false;
+        asked.rows = m - tokens.integers;
+        const Kernel float_kernel = row_ops_ && kernel != Kernel::outer_products ? choose(asked) : kernel;
+        if (reader.counts && tokens.integers > 0) count(Stage::linear, kernel);
+        if (reader.counts && tokens.integers < m) count(Stage::linear, float_kernel);
+        if (kernel == Kernel::outer_products) multiply<kOuterRows>(reader, part, tokens, kernel, float_kernel);
+        else multiply<4>(reader, part, tokens, kernel, float_kernel);
+    }
+
+    // The products of a part's tokens with its rows, N of them at once.
+    template <int N>
+    void multiply(Reader& reader, const Part& part, const Tokens& tokens, Kernel kernel, Kernel float_kernel) const {
+        const int64_t m = part.num_tokens, n = tokens.integers, most = N > 4 || (n > 0 && n < m) ? 1 : kChunk;
         for (int64_t at = part.first_row; at < part.last_row;) {
-            FourRows rows = describe(reader, at, most);
-            rows.decoded = kernel == Kernel::decoded_e4m3_dots;
-            if (integers > 0) row_ops_->four_rows(rows, x, integers, part.sums, part.panel);
-            rows.decoded = float_kernel == Kernel::decoded_dots;
-            if (integers < m) isa_.four_rows(rows, x + integers, m - integers, part.sums + 4 * integers, part.panel);
-            ReadRow four[4];
-            rows_of_step(*reader.range, at, four);
-            for (int64_t j = 0; j < 4; ++j)
-                for (int64_t s = 0; s < rows.steps && four[j].counts; ++s)
+            FourRows rows[N / 4];
+            describe<N>(reader, at, most, rows);
+            float* const floats = part.sums + N * n;
+            if constexpr (N == kOuterRows) {
+                if (n > 0) row_ops_->outer_products(rows, tokens.x, n, part.sums, part.panel);
+                if (n < m) isa_.outer_products(rows, tokens.x + n, m - n, floats, part.panel);
+            } else {
+                rows->decoded = kernel == Kernel::decoded_e4m3_dots;
+                if (n > 0) row_ops_->four_rows(*rows, tokens.x, n, part.sums, part.panel);
+                rows->decoded = float_kernel == Kernel::decoded_dots;
+                if (n < m) isa_.four_rows(*rows, tokens.x + n, m - n, floats, part.panel);
+            }
+            ReadRow read[N];
+            rows_of_step<N>(*reader.range, at, read);
+            for (int64_t j = 0; j < N; ++j)
+                for (int64_t s = 0; s < rows->steps && read[j].counts; ++s)
                     for (int64_t r = 0; r < m; ++r)
-                        part.out[row_of[r] * kChunk + four[j].column + s] = part.sums[4 * (m * s + r) + j];
-            at += 4 * rows.steps;
+                        part.out[tokens.of[r] * kChunk + read[j].column + s] = part.sums[N * (m * s + r) + j];
+            at += N * rows->steps;
         }
     }
 
-    // The rows of up to `most` steps from row `at` on: they and what is fetched meanwhile are where a stride leads.
-    FourRows describe(Reader& reader, int64_t at, int64_t most) const {
+    // The rows of the step that begins at row `at` and, where these are four, of up to `most` steps: they and what is
+    // fetched meanwhile are where a stride leads.
+    template <int N> void describe(Reader& reader, int64_t at, int64_t most, FourRows* rows) const {
         const Projection& p = call_.weights;
-        ReadRow four[4], next[4];
-        FourRows rows;
-        rows_of_step(*reader.range, at, four);
-        take_rows(rows, p, 0, four);
+        ReadRow own[N], next[N];
+        rows_of_step<N>(*reader.range, at, own);
+        for (int64_t i = 0; i < N; i += 4) take_rows(rows[i / 4], p, 0, own + i);
         const auto in_line = [&](const Range& range, const ReadRow* of) {
             const Chunk chunk = chunk_of(range, at);
             return steps_by_stride(p, of, std::min(most, steps_in_line(chunk, at - chunk.first)));
         };
-        rows.steps = most = in_line(*reader.range, four);
-        if (const Range* range = reader.ahead(at, 4 * steps_ahead(p.row_bytes(), 4))) {
-            rows_of_step(*range, at, next);
-            rows.steps = in_line(*range, next);
-            follow(rows, p, 0, next);
-        }
-        return rows;
+        if (N == 4) rows->steps = most = in_line(*reader.range, own);
+        const Range* range = reader.ahead(at, N * steps_ahead(p.row_bytes(), N));
+        if (!range) return;
+        rows_of_step<N>(*range, at, next);
+        if (N == 4) rows->steps = in_line(*range, next);
+        for (int64_t i = 0; i < N; i += 4) follow(rows[i / 4], p, 0, next + i);
     }
 
     static Chunk chunk_of(const Range& range, int64_t i) {
         const int64_t first = first_of_chunk(range.first, i);
         return {first, std::min(kChunk, range.last - first), false, 0};
     }
-    static void rows_of_step(const Range& range, int64_t i, ReadRow* at) {
+    template <int N> static void rows_of_step(const Range& range, int64_t i, ReadRow* at) {
         const Chunk chunk = chunk_of(range, i);
-        interleave<4>(chunk, i - chunk.first, at);
+        interleave<N>(chunk, i - chunk.first, at);
     }
 
     void tiled(Reader& reader, const Part& part) const {

@@ -117,8 +117,10 @@ template <Element E> static void follow(const FourRows* asked, int64_t k, FourRo
     }
 }
 
-template <Element E>
-static void outer(const FourRows* asked, const float* const* x, int64_t m, float* out, float* scratch) {
+// `decode(rows, scales, zeros, panel)` has the rows be floats and returns for how many columns of theirs tokens have
+// numbers.
+template <Element E, class Decode>
+static void outer(const FourRows* asked, const float* const* x, int64_t m, float* out, float* scratch, Decode decode) {
     constexpr int kFours = kOuterRows / kRows;
     OuterTile table[kOuterTokens + 1];
     fill_outer<kOuterTokens>(table);
@@ -128,19 +130,19 @@ static void outer(const FourRows* asked, const float* const* x, int64_t m, float
     constexpr int64_t kDecoded = kRows * (kOuterColumns + W);
     const int64_t columns = asked->columns, tiles = (m + kOuterTokens - 1) / kOuterTokens;
     for (int64_t k = 0; k < columns; k += kOuterColumns) {
-        int64_t n = k + kOuterColumns < columns ? kOuterColumns : columns - k;
+        const int64_t asked_columns = k + kOuterColumns < columns ? kOuterColumns : columns - k;
+        int64_t n = asked_columns;
         const uint8_t* row[kOuterRows];
         FourRows four[kFours];
         for (int q = 0; q < kFours; ++q) {
             const float *s[kRows], *z[kRows];
             std::memcpy(s, scales[q], sizeof s), std::memcpy(z, zeros[q], sizeof z);
-            four[q] = piece_of<E>(asked[q], k, n, s, z);
+            four[q] = piece_of<E>(asked[q], k, asked_columns, s, z);
             four[q].next[0] = nullptr;
-            if constexpr (E != Element::f32) decode<E>(four[q], s, z, decoded + q * kDecoded);
+            if constexpr (E != Element::f32) n = decode(four[q], s, z, decoded + q * kDecoded);
             for (int r = 0; r < kRows; ++r) row[q * kRows + r] = four[q].data[r];
         }
         follow<E>(asked, k + kOuterColumns, four);
-        if constexpr (moestro::is_nibble(E)) n = round_up(n, kBlock);  // tokens have zeros there
         transpose_rows(row, n, panel);
         transpose_rows(row + W, n, panel + W);
         NextPiece next(four, moestro::bytes_of(E, kOuterColumns), tiles * (n / W) + 1);
@@ -153,7 +155,15 @@ static void outer(const FourRows* asked, const float* const* x, int64_t m, float
 
 // As four_rows of one step, for four times four; of at least one column.
 static void outer_products(const FourRows* four, const float* const* x, int64_t m, float* out, float* scratch) {
-    moestro::with_element(four->element, [&](auto e) { outer<decltype(e)::value>(four, x, m, out, scratch); });
+    moestro::with_element(four->element, [&](auto e) {
+        constexpr Element E = decltype(e)::value;
+        outer<E>(four, x, m, out, scratch,
+                 [](FourRows& rows, const float* const* scales, const float* const* zeros, float* panel) {
+                     const int64_t n = rows.columns;
+                     if constexpr (E != Element::f32) decode<E>(rows, scales, zeros, panel);
+                     return moestro::is_nibble(E) ? rows.columns : n;  // zeros of tokens stand behind nibbles
+                 });
+    });
 }
 
 }  // namespace MOESTRO_ISA

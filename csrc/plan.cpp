@@ -36,8 +36,8 @@ void add_expert(const Isa& isa, const Call& call, const Active& active, Sums& su
     const Input input = input_of(isa, call);
     // Tiles of tokens are whole.
     const int64_t block = active.tiled ? (token_block(call) + 15) / 16 * 16 : token_block(call);
-    for (int64_t r = 0; r < active.num_rows; r += block) {
-        const int64_t m = std::min(block, active.num_rows - r);
+    for (int64_t r = 0, m = 0; r < active.num_rows; r += m) {
+        m = active.tiled ? std::min(block, active.num_rows - r) : next_block(active.num_rows - r, block);
         for (const Stage stage : {Stage::gate_up, Stage::down}) {
             const Projection& p = stage == Stage::down ? call.down : call.gate_up;
             if (p.rows == 0) continue;
@@ -74,13 +74,11 @@ std::vector<Planned> plan(const Isa& isa, const LinearCall& call) {
     Sums sums;
     for (int64_t first = 0; first < call.num_tokens && call.weights.rows > 0; first += most) {
         const int64_t n = std::min(most, call.num_tokens - first);
-        for (int64_t t = 0; t < n; t += kTokenBlock) {
-            Case asked{isa, call.weights};
+        for (int64_t t = 0, m = 0; t < n; t += m) {
+            m = next_block(n - t, kTokenBlock);
+            Case asked = linear_case(isa, call, n);
             asked.takes_tiles = takes_tiles(isa, call);
-            asked.input = input_of(isa, call);
-            asked.rows = std::min(kTokenBlock, n - t);
-            asked.group_scales = asked.input == Input::e4m3 && group_scales(isa, asked.input, call.same_bits, n);
-            asked.wide_rows = call.wide_rows;
+            asked.rows = m;
             sums.add(Stage::linear, choose(asked), asked.rows);
         }
     }

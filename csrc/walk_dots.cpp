@@ -55,7 +55,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     asked.may_take_more = false;
     asked.rows = m - block.integers;
     if (row_ops_) asked.wide_rows = 0;  // what was measured is about rows that became integers
-    const Kernel float_kernel = row_ops_ ? choose(asked) : kernel;
+    const Kernel float_kernel = row_ops_ && kernel != Kernel::outer_products ? choose(asked) : kernel;
     const int rows = rows_at_once(kernel);
     const bool gated = &p == &call_.gate_up && call_.activation.gated;
     const int64_t ahead = steps_ahead(p.row_bytes(), rows) * (gated ? rows / 2 : rows);
@@ -131,7 +131,9 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
     } else if (products.kernel == Kernel::outer_products) {
         FourRows rows[kOuterRows / 4];
         describe<kOuterRows>(products, reader, column, 1, rows);
-        isa_.outer_products(rows, products.x, m, sums, room.panel);
+        const int64_t n = products.integers;
+        if (n > 0) row_ops_->outer_products(rows, products.x, n, sums, room.panel);
+        if (n < m) isa_.outer_products(rows, products.x + n, m - n, sums + kOuterRows * n, room.panel);
     } else if (products.kernel == Kernel::int8_tiles) {
         FourRows rows[kInt8TileRows / 4];
         describe<kInt8TileRows>(products, reader, column, 1, rows);
