@@ -207,7 +207,11 @@ static void e4m3_outer_products(const FourRows* four, const float* const* x, int
 
 static int64_t e4m3_scratch(int64_t columns) { return moestro::scratch_floats(columns, moestro::kTokenBlock); }
 
-static constexpr moestro::RowOps kE4m3 = {e4m3_row_floats, e4m3_row, four_e4m3_rows,     e4m3_scratch,
-                                          nullptr,         0,        e4m3_outer_products};
+constexpr moestro::RowOps e4m3_ops() {
+    moestro::RowOps ops = {e4m3_row_floats, e4m3_row, four_e4m3_rows, e4m3_scratch};
+    ops.outer_products = e4m3_outer_products;
+    return ops;
+}
+static constexpr moestro::RowOps kE4m3 = e4m3_ops();
 
 }  // namespace MOESTRO_ISA
