@@ -29,7 +29,7 @@ int64_t fewest_decoded(const Case& c) {
 bool takes_outer_products(const Case& c) {
     const int64_t columns = c.weights.columns, group = c.weights.group_columns;
     const RowOps* const ops = row_ops(c.isa, c.input);
-    const bool has_them = ops ? ops->outer_products != nullptr : c.isa.outer_products != nullptr;
+    const bool has_them = c.isa.outer_products && (!ops || ops->outer_products);
     return c.may_take_more && has_them && !c.same_bits && columns > 0 && (group == 0 || kOuterColumns % group == 0) &&
            c.expert_rows >= std::max(c.wide_rows, kFewestForOuter);
 }
@@ -164,14 +164,25 @@ Kernel choose(const Case& asked) {
     return Kernel::decoded_dots;
 }
 
-Case linear_case(const Isa& isa, const LinearCall& call, int64_t num_tokens) {
+Case expert_case(const Isa& isa, const Call& call, const Projection& weights, int64_t expert_rows) {
+    Case asked{isa, weights};
+    asked.input = input_of(isa, call);
+    asked.may_take_more = true;
+    asked.same_bits = call.same_bits;
+    asked.group_scales = group_scales(isa, asked.input, call.same_bits, expert_rows);
+    asked.expert_rows = expert_rows;
+    asked.wide_rows = call.wide_rows;
+    return asked;
+}
+
+Case linear_case(const Isa& isa, const LinearCall& call) {
     Case asked{isa, call.weights};
     asked.input = input_of(isa, call);
     asked.may_take_more = isa.outer_products != nullptr;  // eight-row dots are not what linear modules take
     asked.same_bits = call.same_bits;
-    asked.expert_rows = num_tokens;
+    asked.group_scales = asked.input == Input::e4m3 && group_scales(isa, asked.input, call.same_bits, call.num_tokens);
+    asked.expert_rows = call.num_tokens;
     asked.wide_rows = call.wide_rows;
-    asked.group_scales = asked.input == Input::e4m3 && group_scales(isa, asked.input, call.same_bits, num_tokens);
     return asked;
 }
 
@@ -222,9 +233,9 @@ bool takes_tiles(const Isa& isa, const LinearCall& call) {
 
 int64_t token_block(const Call& call) { return std::clamp<int64_t>(call.token_block, 1, kTokenBlock); }
 
-int64_t next_block(int64_t left, int64_t most) {
+int64_t next_block(const Case& asked, int64_t left, int64_t most) {
     const int64_t blocks = (left + most - 1) / most;
-    return std::min({left, most, ((left + blocks - 1) / blocks + 15) / 16 * 16});
+    return takes_outer_products(asked) ? (left + blocks - 1) / blocks : std::min(left, most);
 }
 
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input) {

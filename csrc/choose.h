@@ -38,12 +38,13 @@ struct Case {
     bool same_bits = false;      // of the call
     bool group_scales = false;   // the expert's rows are few and the bits may depend on how many they are
     int64_t rows = 0;            // of the block
-    int64_t expert_rows = 0;     // all of the expert's: rows of outer products are alike in every block
+    int64_t expert_rows = 0;     // all of the expert's, or of a linear call: outer products are in every block or none
     int64_t wide_rows = 0;       // of the call
 };
 Kernel choose(const Case& asked);
-// Of a matrix by itself and so many tokens at once, but for the rows of a block.
-Case linear_case(const Isa& isa, const LinearCall& call, int64_t num_tokens);
+// Of an expert that takes no tiles of bfloat16, and of a matrix by itself, but for the rows of a block.
+Case expert_case(const Isa& isa, const Call& call, const Projection& weights, int64_t expert_rows);
+Case linear_case(const Isa& isa, const LinearCall& call);
 
 // Whether codes of e4m3 become floats by a shift: the set can do that, and the processor takes subnormal numbers at no
 // cost.
@@ -61,9 +62,9 @@ bool takes_tiles(const Isa& isa, const LinearCall& call);
 bool group_scales(const Isa& isa, Input input, bool same_bits, int64_t expert_rows);
 // Token rows that meet a range of weights before the next ones do.
 int64_t token_block(const Call& call);
-// Token rows of the next block where so many are left of an expert or of a matrix: blocks are near-equal, in whole
-// tiles of tokens.
-int64_t next_block(int64_t left, int64_t most);
+// Token rows of the next block where so many are left: `most`, or what makes blocks of outer products near-equal, since
+// weights are transposed for each of them.
+int64_t next_block(const Case& asked, int64_t left, int64_t most);
 // Tokens that fit into the workspace at once; 16 always do.
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input);
 int64_t tokens_at_once(const LinearCall& call);

@@ -85,12 +85,13 @@ private:
         part.panel = room, part.sums = room + panel, part.out = room + panel + sums;
         const bool counted = is_counting();
         if (tiled_) isa_.tiles->begin();
+        const Case asked = linear_case(isa_, call_);
         Reader reader(queue_);
         while (const Range* range = reader.take())
             for (int64_t i = range->first; i < range->last; i += kChunk)
                 for (int64_t t = 0; t < n_; t += part.num_tokens) {
                     part.first_row = i, part.last_row = std::min(i + kChunk, range->last);
-                    part.first_token = t, part.num_tokens = next_block(n_ - t, kBlock);
+                    part.first_token = t, part.num_tokens = next_block(asked, n_ - t, kBlock);
                     reader.last_pass = t + part.num_tokens == n_;
                     reader.counts = counted && i == 0;
                     if (tiled_) tiled(reader, part);
@@ -122,14 +123,15 @@ private:
     void dotted(Reader& reader, const Part& part) const {
         const int64_t m = part.num_tokens;
         const Tokens tokens = tokens_of(part);
-        Case asked = linear_case(isa_, call_, n_);
+        Case asked = linear_case(isa_, call_);
         asked.rows = m;
         const Kernel kernel = choose(asked);
         asked.input = Input::floats, asked.group_scales = asked.may_take_more = false;
         asked.rows = m - tokens.integers;
         const Kernel float_kernel = row_ops_ && kernel != Kernel::outer_products ? choose(asked) : kernel;
-        if (reader.counts && tokens.integers > 0) count(Stage::linear, kernel);
-        if (reader.counts && tokens.integers < m) count(Stage::linear, float_kernel);
+        const bool all = tokens.integers == m || float_kernel == kernel;
+        if (reader.counts && (all || tokens.integers > 0)) count(Stage::linear, kernel);
+        if (reader.counts && !all) count(Stage::linear, float_kernel);
         if (kernel == Kernel::outer_products) multiply<kOuterRows>(reader, part, tokens, kernel, float_kernel);
         else multiply<4>(reader, part, tokens, kernel, float_kernel);
     }

@@ -33,23 +33,16 @@ private:
 };
 
 void add_expert(const Isa& isa, const Call& call, const Active& active, Sums& sums) {
-    const Input input = input_of(isa, call);
     // Tiles of tokens are whole.
     const int64_t block = active.tiled ? (token_block(call) + 15) / 16 * 16 : token_block(call);
-    for (int64_t r = 0, m = 0; r < active.num_rows; r += m) {
-        m = active.tiled ? std::min(block, active.num_rows - r) : next_block(active.num_rows - r, block);
-        for (const Stage stage : {Stage::gate_up, Stage::down}) {
-            const Projection& p = stage == Stage::down ? call.down : call.gate_up;
-            if (p.rows == 0) continue;
-            Case asked{isa, p};
-            asked.input = input;
-            asked.takes_tiles = active.tiled;
-            asked.may_take_more = true;
-            asked.same_bits = call.same_bits;
-            asked.group_scales = group_scales(isa, input, call.same_bits, active.num_rows);
+    for (const Stage stage : {Stage::gate_up, Stage::down}) {
+        const Projection& p = stage == Stage::down ? call.down : call.gate_up;
+        if (p.rows == 0) continue;
+        Case asked = expert_case(isa, call, p, active.num_rows);
+        asked.takes_tiles = active.tiled;
+        for (int64_t r = 0, m = 0; r < active.num_rows; r += m) {
+            m = next_block(asked, active.num_rows - r, block);
             asked.rows = m;
-            asked.expert_rows = active.num_rows;
-            asked.wide_rows = call.wide_rows;
             sums.add(stage, choose(asked), m);
         }
     }
@@ -74,11 +67,10 @@ std::vector<Planned> plan(const Isa& isa, const LinearCall& call) {
     Sums sums;
     for (int64_t first = 0; first < call.num_tokens && call.weights.rows > 0; first += most) {
         const int64_t n = std::min(most, call.num_tokens - first);
-        for (int64_t t = 0, m = 0; t < n; t += m) {
-            m = next_block(n - t, kTokenBlock);
-            Case asked = linear_case(isa, call, n);
-            asked.takes_tiles = takes_tiles(isa, call);
-            asked.rows = m;
+        Case asked = linear_case(isa, call);
+        asked.takes_tiles = takes_tiles(isa, call);
+        for (int64_t t = 0; t < n; t += asked.rows) {
+            asked.rows = next_block(asked, n - t, kTokenBlock);
             sums.add(Stage::linear, choose(asked), asked.rows);
         }
     }

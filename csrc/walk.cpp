@@ -192,8 +192,9 @@ void Walk::run_range(Reader& reader, const Room& room) {
         }
         return;
     }
+    const Case asked = expert_case(isa_, call_, projection(*range), active.num_rows);
     for (int64_t r = 0, m = 0; r < active.num_rows; r += m) {
-        m = next_block(active.num_rows - r, token_block_);
+        m = next_block(asked, active.num_rows - r, token_block_);
         reader.last_pass = r + m == active.num_rows;
         if (range->down) down(active, reader, r, m, room);
         else gate_up(active, reader, r, m, room);

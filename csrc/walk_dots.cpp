@@ -42,14 +42,8 @@ Walk::Block Walk::block_of(const Active& active, int64_t first, int64_t m, bool 
 
 Walk::Products Walk::products(const Projection& p, const Active& active, const Block& block, int64_t m,
                               const Room& room) const {
-    Case asked{isa_, p};
-    asked.input = input_;
-    asked.may_take_more = true;
-    asked.same_bits = call_.same_bits;
-    asked.group_scales = group_scales(isa_, input_, call_.same_bits, active.num_rows);
+    Case asked = expert_case(isa_, call_, p, active.num_rows);
     asked.rows = m;
-    asked.expert_rows = active.num_rows;
-    asked.wide_rows = call_.wide_rows;
     const Kernel kernel = choose(asked);
     asked.input = Input::floats;
     asked.may_take_more = false;
@@ -116,8 +110,9 @@ void Walk::describe(const Products& products, Reader& reader, int64_t column, in
 
 void Walk::count(const Products& products, const Reader& reader, int64_t m) const {
     const Stage stage = reader.range->down ? Stage::down : Stage::gate_up;
-    if (!row_ops_ || products.integers > 0) moestro::count(stage, products.kernel);
-    if (row_ops_ && products.integers < m) moestro::count(stage, products.float_kernel);
+    const bool all = !row_ops_ || products.integers == m || products.float_kernel == products.kernel;
+    if (all || products.integers > 0) moestro::count(stage, products.kernel);
+    if (!all) moestro::count(stage, products.float_kernel);
 }
 
 // sums[step][t][i] of m tokens and the rows of some steps, the first of which begins at a column; returns how many.

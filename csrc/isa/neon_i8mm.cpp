@@ -4,6 +4,7 @@
 #include "../epilogue.h"
 #include "../int8_residual.h"
 #include "../products_neon.h"
+#include "shared.h"
 
 namespace MOESTRO_ISA {
 
@@ -14,7 +15,7 @@ constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa =
         basic_isa("neon-i8mm", moestro::all_of({Feature::asimd, Feature::asimddp, Feature::i8mm, Feature::bf16}));
-    isa.four_rows = four_rows;
+    isa.four_rows = moestro::neon::four_rows;
     isa.bfloat16 = &kBfloat16;
     isa.int8 = &kInt8ByProducts;
     isa.int8_residual = &kResidualByProducts;

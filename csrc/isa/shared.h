@@ -17,7 +17,7 @@ void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* ou
 void eight_rows(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch);
 }  // namespace avx512
 
-// With VNNI and VBMI; without instructions for bfloat16.
+// With VNNI and VBMI. In avx512_bf16.cpp, but without bfloat16: sets without its instructions may use them.
 namespace avx512_vbmi {
 void int8_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
 extern const RowOps kInt8Residual;

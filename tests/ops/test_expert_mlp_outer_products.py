@@ -10,7 +10,10 @@ import torch
 
 import moestro
 from moestro import Activation, Routing, reference
+from moestro.formats import quantize
 from moestro.ops import native
+from moestro.ops.projection import projection
+from moestro.ops.projection import reference as plain
 from moestro.types import GPT_OSS_SWIGLU
 from tolerances import assert_close, bit_equal
 
@@ -146,3 +149,37 @@ def test_sums_err_less_than_one_of_all_columns(isa):
     x, routing = torch.rand(40, 8192), to_expert(0, 40)
     y, expected = run(isa, x, routing, weights), reference.expert_mlp(x.double(), routing, weights)
     assert ((y.double() - expected).norm() / expected.norm()) < 1e-6
+
+
+@every_isa
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int4-g32"])
+@pytest.mark.parametrize("tokens", [FEWEST - 1, FEWEST, 41, 97, 200])
+def test_a_matrix_by_itself(isa, name, tokens):
+    """Rows of weights off 16 and off a chunk of 64, columns off 8 and beyond 512; threads change no bit."""
+    for rows, columns in ((1, 512), (15, 64), (17, 576), (63, 1088), (65, 32), (165, 2112)):
+        off = 0 if name == "int4-g32" else rows % 7
+        weight = torch.randn(rows, columns - off).div(columns**0.5)
+        weight = quantize(weight, name) if name == "int4-g32" else weight.to(getattr(torch, name))
+        for dtype in [torch.float32] if name == "int4-g32" else [weight.dtype]:
+            x = torch.randn(tokens, columns - off).to(dtype)
+            native.module.count_kernels(True)
+            with moestro.use(implementation=f"cpu-{isa.name}"):
+                y = projection(x, weight)
+                counted = {kernel for of, kernel in native.module.kernel_counts() if of == "linear"}
+                native.module.count_kernels(False)
+                assert counted == {use.kernel for use in moestro.explain(projection, x, weight).kernels}
+                torch.set_num_threads(3)
+                assert bit_equal(projection(x, weight), y)
+                torch.set_num_threads(1)
+            assert (counted == ONE) == (tokens >= FEWEST)
+            assert_close(y, plain.projection(x.double(), weight, None), dtype)
+
+
+@every_isa
+def test_blocks(isa):
+    weights = stored_weights("float32", problems.Sizes(1, 64, 16, 1, 1), Activation())
+    for rows, blocks in ((96, 1), (97, 2), (192, 2), (193, 3)):
+        x = torch.randn(rows, 64)
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            uses = moestro.explain(moestro.expert_mlp, x, to_expert(0, rows), weights).kernels
+        assert [(use.kernel, use.units, use.rows) for use in uses] == [("outer products", blocks, rows)] * 2
