@@ -43,6 +43,7 @@ nb::dict limits() {
     found["most_slots"] = kMostSlots;
     found["most_int8_columns"] = kMostInt8Columns;
     found["token_block"] = kTokenBlock;
+    found["outer_token_block"] = kOuterTokenBlock;
     found["most_experts"] = kMostExperts;
     found["most_scores"] = kMostScores;
     found["most_threads"] = kMostThreads;

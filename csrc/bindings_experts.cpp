@@ -105,7 +105,7 @@ void bind_experts(nb::module_& m) {
         .def("__init__", &make_experts, nb::kw_only(), "isa"_a, "gate_up"_a, "down"_a, "gate_up_bias"_a.none(),
              "down_bias"_a.none(), "activation"_a, "num_experts"_a, "top_k"_a, "x_dtype"_a, "out_dtype"_a,
              "ids_are_64_bit"_a, "weight_on_input"_a = false, "int8_input"_a = false, "all_experts"_a = false,
-             "same_bits"_a = false, "token_block"_a = kTokenBlock, "pieces"_a = 0, "wide_rows"_a = 0)
+             "same_bits"_a = false, "token_block"_a = 0, "pieces"_a = 0, "wide_rows"_a = 0)
         .def("run", &ExpertMlp::run, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a, "ids_address"_a,
              "weights_address"_a, "out_address"_a)
         .def("run_rows", &ExpertMlp::run_rows, "num_threads"_a, "num_tokens"_a, "x_address"_a, "x_stride"_a,

@@ -60,10 +60,10 @@ int64_t fewest_tiled(const Isa& isa, const Call& call, Input input);
 bool takes_tiles(const Isa& isa, const LinearCall& call);
 // Whether scales multiply the sums of their groups, for an expert with so many rows.
 bool group_scales(const Isa& isa, Input input, bool same_bits, int64_t expert_rows);
-// Token rows that meet a range of weights before the next ones do.
+// Token rows that meet a range of weights in tiles before the next ones do.
 int64_t token_block(const Call& call);
-// Token rows of the next block where so many are left: `most`, or what makes blocks of outer products near-equal, since
-// weights are transposed for each of them.
+// Token rows of the next block where so many are left: at most `most`, or with 0 what the kernel wants. Blocks of outer
+// products are near-equal, since weights are transposed for each of them.
 int64_t next_block(const Case& asked, int64_t left, int64_t most);
 // Tokens that fit into the workspace at once; 16 always do.
 int64_t tokens_at_once(const Isa& isa, const Call& call, Input input);

@@ -8,8 +8,9 @@
 
 namespace moestro {
 
-constexpr int64_t kTokenBlock = 96;  // the most at once: so many rows of 2048 floats fill half of an L2 cache
-constexpr int64_t kMostSlots = 256;  // of a token
+constexpr int64_t kTokenBlock = 96;        // the most at once: so many rows of 2048 floats fill half of an L2 cache
+constexpr int64_t kOuterTokenBlock = 192;  // of outer products, whose weights are transposed once for all of them
+constexpr int64_t kMostSlots = 256;        // of a token
 constexpr int64_t kMostExperts = 1 << 20;
 constexpr int64_t kMostInt8Columns = 1 << 17;  // so many products of two signed bytes cannot leave 32 bits
 constexpr int kMostThreads = 1 << 16;
@@ -88,13 +89,13 @@ struct Call {
     Activation activation;
     void* out = nullptr;  // contiguous [T, H]
     Element out_dtype = Element::f32;
-    float* rows = nullptr;              // contiguous [T, K, H]: then each pair's row goes there, and no sum to `out`
-    bool int8_input = false;            // rows are quantized to int8 before each product
-    bool all_experts = false;           // compute every expert on every token, and sum those that were chosen
-    bool same_bits = false;             // a token's bits do not depend on how many there are
-    int64_t token_block = kTokenBlock;  // token rows that meet a range of weights before the next ones
-    int64_t pieces = 0;     // that each projection of an expert is cut into, for the threads; 0: by its cost
-    int64_t wide_rows = 0;  // from which on the kernels for many rows are taken; 0: see choose.cpp
+    float* rows = nullptr;     // contiguous [T, K, H]: then each pair's row goes there, and no sum to `out`
+    bool int8_input = false;   // rows are quantized to int8 before each product
+    bool all_experts = false;  // compute every expert on every token, and sum those that were chosen
+    bool same_bits = false;    // a token's bits do not depend on how many there are
+    int64_t token_block = 0;   // token rows that meet a range of weights before the next ones; 0: see choose.cpp
+    int64_t pieces = 0;        // that each projection of an expert is cut into, for the threads; 0: by its cost
+    int64_t wide_rows = 0;     // from which on the kernels for many rows are taken; 0: see choose.cpp
     int num_threads = 1;
 };
 

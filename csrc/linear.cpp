@@ -17,7 +17,7 @@
 namespace moestro {
 namespace {
 
-constexpr int64_t kBlock = kTokenBlock;  // token rows that meet a range of weights before the next ones
+constexpr int64_t kMostTokens = std::max(kTokenBlock, kOuterTokenBlock);  // that meet a range of weights at once
 constexpr int64_t kSmallCall = 1 << 15;  // values of x that are not worth a team of threads
 
 class Linear : public Workspace<Linear> {
@@ -75,10 +75,10 @@ private:
 
     void take_ranges() {
         const KeepSubnormals keep(input_of(isa_, call_) == Input::e4m3);
-        const int64_t sums = kChunk * kBlock, segment = kBlock * kChunk;
+        const int64_t sums = kChunk * kMostTokens, segment = kMostTokens * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
-        const int64_t of_floats = scratch_floats(layout_.padded, kBlock, isa_.outer_products ? kOuterRows : 4);
+        const int64_t of_floats = scratch_floats(layout_.padded, kTokenBlock, isa_.outer_products ? kOuterRows : 4);
         const int64_t panel = round_up(std::max({of_floats, of_tiles, of_rows}), 16);
         float* room = scratch().reserve(panel + sums + segment);
         Part part{};
@@ -91,7 +91,7 @@ private:
             for (int64_t i = range->first; i < range->last; i += kChunk)
                 for (int64_t t = 0; t < n_; t += part.num_tokens) {
                     part.first_row = i, part.last_row = std::min(i + kChunk, range->last);
-                    part.first_token = t, part.num_tokens = next_block(asked, n_ - t, kBlock);
+                    part.first_token = t, part.num_tokens = next_block(asked, n_ - t, 0);
                     reader.last_pass = t + part.num_tokens == n_;
                     reader.counts = counted && i == 0;
                     if (tiled_) tiled(reader, part);
@@ -103,8 +103,8 @@ private:
 
     // Of the tokens of a part, those that became what row_ops_ multiplies, and after them those that stayed floats.
     struct Tokens {
-        int64_t of[kBlock];  // counted from the part's first
-        const float* x[kBlock];
+        int64_t of[kMostTokens];  // counted from the part's first
+        const float* x[kMostTokens];
         int64_t integers = 0;
     };
     Tokens tokens_of(const Part& part) const {
@@ -195,7 +195,7 @@ private:
         const Projection& p = call_.weights;
         const int64_t m = part.num_tokens, tiles = (m + 15) / 16;
         if (reader.counts) count(Stage::linear, Kernel::bfloat16_tiles);
-        float* y[kBlock];
+        float* y[kMostTokens];
         for (int64_t at = part.first_row; at < part.last_row; at += 32) {
             const auto left = static_cast<int>(part.last_row - at);
             const int count[2] = {std::min(left, 16), std::clamp(left - 16, 0, 16)};

@@ -34,7 +34,7 @@ private:
 
 void add_expert(const Isa& isa, const Call& call, const Active& active, Sums& sums) {
     // Tiles of tokens are whole.
-    const int64_t block = active.tiled ? (token_block(call) + 15) / 16 * 16 : token_block(call);
+    const int64_t block = active.tiled ? (token_block(call) + 15) / 16 * 16 : call.token_block;
     for (const Stage stage : {Stage::gate_up, Stage::down}) {
         const Projection& p = stage == Stage::down ? call.down : call.gate_up;
         if (p.rows == 0) continue;
@@ -70,7 +70,7 @@ std::vector<Planned> plan(const Isa& isa, const LinearCall& call) {
         Case asked = linear_case(isa, call);
         asked.takes_tiles = takes_tiles(isa, call);
         for (int64_t t = 0; t < n; t += asked.rows) {
-            asked.rows = next_block(asked, n - t, kTokenBlock);
+            asked.rows = next_block(asked, n - t, 0);
             sums.add(Stage::linear, choose(asked), asked.rows);
         }
     }

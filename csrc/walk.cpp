@@ -23,7 +23,7 @@ template <class Body> void share(int thread, int threads, int64_t n, Body body) 
 Walk::Walk(const Isa& isa, const Call& call, const ExpertIds& ids, int64_t first_token, int64_t num_tokens)
     : isa_(isa), call_(call), input_(input_of(isa, call)), row_ops_(row_ops(isa, input_)), first_token_(first_token),
       num_tokens_(num_tokens), x_layout_(call.gate_up.element, call.hidden_size, isa.lanes),
-      h_layout_(call.down.element, call.intermediate_size, isa.lanes), token_block_(token_block(call)),
+      h_layout_(call.down.element, call.intermediate_size, isa.lanes),
       rows_(call, ids, first_token, num_tokens, fewest_tiled(isa, call, input_)), queue_(cut(call, rows_.active)) {
     progress_ = std::make_unique<Progress[]>(rows_.active.size());
     reserve();
@@ -152,7 +152,7 @@ Walk::Room Walk::room_of_thread() const {
     };
     const int64_t packed = std::max(bytes(call_.gate_up), bytes(call_.down)) / 4;
     const int64_t panel = round_up(std::max({of_floats, of_int8, of_tiles}), 16);
-    const int64_t half = kTokenBlock * kChunk;
+    const int64_t half = kMostRows * kChunk;
     const int64_t all = std::max(panel + kSums + 2 * half + packed, tile_scratch_bytes(widest) / 4);
     Room room;
     room.panel = scratch().reserve(all);
@@ -183,7 +183,7 @@ void Walk::run_range(Reader& reader, const Room& room) {
     const Active& active = rows_.active[range->expert];
     if (active.tiled) {
         auto* bytes = reinterpret_cast<uint8_t*>(room.panel);
-        const int64_t last = active.first_tile + active.num_tiles(), block = (token_block_ + 15) / 16;
+        const int64_t last = active.first_tile + active.num_tiles(), block = (token_block(call_) + 15) / 16;
         for (int64_t t = active.first_tile; t < last; t += block) {
             const int64_t n = std::min(block, last - t);
             reader.last_pass = t + n == last;
@@ -194,7 +194,7 @@ void Walk::run_range(Reader& reader, const Room& room) {
     }
     const Case asked = expert_case(isa_, call_, projection(*range), active.num_rows);
     for (int64_t r = 0, m = 0; r < active.num_rows; r += m) {
-        m = next_block(asked, active.num_rows - r, token_block_);
+        m = next_block(asked, active.num_rows - r, call_.token_block);
         reader.last_pass = r + m == active.num_rows;
         if (range->down) down(active, reader, r, m, room);
         else gate_up(active, reader, r, m, room);

@@ -5,6 +5,7 @@
 // comes to a down part hardly ever waits for the gate_up that another one is finishing.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -18,7 +19,9 @@
 
 namespace moestro {
 
-constexpr int64_t kSums = kInt8TileRows * kTokenBlock;  // sums that a thread has room for
+constexpr int64_t kMostRows = std::max(kTokenBlock, kOuterTokenBlock);  // of tokens in a block
+// Sums that a thread has room for.
+constexpr int64_t kSums = std::max(kInt8TileRows * kTokenBlock, kOuterRows* kOuterTokenBlock);
 
 class Walk : public Workspace<Walk> {
 public:
@@ -41,8 +44,8 @@ private:
     };
     // Rows first to first + m of an expert, those of int8 before those that stay floats.
     struct Block {
-        int64_t row[kTokenBlock];
-        const float* x[kTokenBlock];
+        int64_t row[kMostRows];
+        const float* x[kMostRows];
         int64_t integers = 0;
     };
     // Of an expert: ranges of gate_up that are done, and rows of h taken to be quantized, and quantized.
@@ -112,7 +115,6 @@ private:
     const RowOps* const row_ops_;  // null where rows stay floats
     const int64_t first_token_, num_tokens_;
     const Layout x_layout_, h_layout_;
-    const int64_t token_block_;
     Rows rows_;
     Queue queue_;
     int64_t x_stride_ = 0, h_stride_ = 0, y_stride_ = 0, wide_stride_ = 0;

@@ -123,7 +123,8 @@ SCORES: Mapping[str, int] = {} if module is None else module.SCORES
 
 LIMITS: Mapping[str, int] = {} if module is None else module.LIMITS
 """What the engine takes at most: most_slots of a token, most_int8_columns, most_experts, most_scores, most_threads; and
-token_block, the most token rows that meet a range of weights before the next ones do."""
+token_block, the most token rows that meet a range of weights before the next ones do (outer_token_block: of outer
+products)."""
 
 
 def missing() -> str | None:

@@ -35,9 +35,9 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
     if reason is not None:
         return reason
     name, block, by = named_strategy(strategy)
-    threads, token_block = torch.get_num_threads(), block or native.LIMITS["token_block"]
+    threads = torch.get_num_threads()
     walk = "grouped" if name == "auto" else name
-    how = walk == "all_experts", token_block, PIECES
+    how = walk == "all_experts", block or 0, PIECES
     biases = weights.gate_up_bias, weights.down_bias
     copied = any(b is not None and b.stride(-1) != 1 for b in biases)
     measured = settings.current().implementation is not None or isa is best_set(x, routing, weights)
@@ -66,7 +66,7 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         f"cpu-{isa.name}",
         compute,
         walk,
-        _why(walk, by, token_block),
+        _why(isa, walk, by, block),
         threads,
         handle.workspace_bytes(x.shape[0]),
         kernels,
@@ -81,7 +81,7 @@ def binder(isa: native.Isa) -> costs.Bind:
     """What computes samples with this instruction set."""
 
     def bind(x: Tensor, routing: Routing, weights: ExpertWeights, wide: int) -> Callable[[], object]:
-        how, threads, out = (False, native.LIMITS["token_block"], 0), torch.get_num_threads(), torch.empty_like(x)
+        how, threads, out = (False, 0, 0), torch.get_num_threads(), torch.empty_like(x)
         handle = _handle(isa, x, routing, weights, (None, None), how, wide)
 
         def call() -> Tensor:
@@ -132,10 +132,13 @@ def _refused(error: ValueError) -> UnsupportedError:
     )
 
 
-def _why(walk: str, by: str, token_block: int) -> str:
+def _why(isa: native.Isa, walk: str, by: str, block: int | None) -> str:
     if walk == "all_experts":
         return f"{by}: every expert on every token"
-    one = f"the engine's one walk: an expert's weights are read once for each {token_block} of its rows"
+    most = block or native.LIMITS["token_block"]
+    one = f"the engine's one walk: an expert's weights are read once for each {most} of its rows"
+    if block is None and isa.has_outer_products:
+        one += f", by outer products for each {native.LIMITS['outer_token_block']}"
     return f"{by}; {one}" if by else one
 
 
