@@ -231,12 +231,14 @@ bool takes_tiles(const Isa& isa, const LinearCall& call) {
     return call.num_tokens >= given(call.wide_rows, fewest_tiled(*isa.tiles, call.weights, input_of(isa, call)));
 }
 
-int64_t token_block(const Call& call) { return std::min(given(call.token_block, kTokenBlock), kTokenBlock); }
+int64_t token_block(const Call& call) {
+    return call.token_block > 0 ? std::min(call.token_block, kTokenBlock) : kTokenBlock;
+}
 
 int64_t next_block(const Case& asked, int64_t left, int64_t most) {
     const bool outer = takes_outer_products(asked);
     const int64_t own = outer ? kOuterTokenBlock : kTokenBlock;
-    most = std::min(given(most, own), own);
+    most = most > 0 ? std::min(most, own) : own;
     const int64_t blocks = (left + most - 1) / most;
     return outer ? (left + blocks - 1) / blocks : std::min(left, most);
 }
