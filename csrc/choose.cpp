@@ -236,7 +236,7 @@ int64_t token_block(const Call& call) {
 }
 
 int64_t next_block(const Case& asked, int64_t left, int64_t most) {
-    const bool outer = takes_outer_products(asked);
+    const bool outer = choose(asked) == Kernel::outer_products;
     const int64_t own = outer ? kOuterTokenBlock : kTokenBlock;
     most = most > 0 ? std::min(most, own) : own;
     const int64_t blocks = (left + most - 1) / most;

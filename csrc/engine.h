@@ -202,7 +202,7 @@ struct RowOps {
     int64_t (*scratch_floats)(int64_t columns);
     const Int8TileOps* tiles = nullptr;
     int64_t e4m3_columns = 0;  // of a group of e4m3 that rows of bfloat16 meet too; 0: they do not
-    // As Isa::outer_products. Null where there are none.
+    // As Isa::outer_products, with that set's scratch. Null where there are none.
     void (*outer_products)(const FourRows* four, const float* const* x, int64_t m, float* out,
                            float* scratch) = nullptr;
 };

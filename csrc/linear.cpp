@@ -17,7 +17,7 @@
 namespace moestro {
 namespace {
 
-constexpr int64_t kMostTokens = std::max(kTokenBlock, kOuterTokenBlock);  // that meet a range of weights at once
+constexpr int64_t kMostTokenRows = std::max(kTokenBlock, kOuterTokenBlock);  // that meet a range of weights at once
 constexpr int64_t kSmallCall = 1 << 15;  // values of x that are not worth a team of threads
 
 class Linear : public Workspace<Linear> {
@@ -75,7 +75,7 @@ private:
 
     void take_ranges() {
         const KeepSubnormals keep(input_of(isa_, call_) == Input::e4m3);
-        const int64_t sums = kChunk * kMostTokens, segment = kMostTokens * kChunk;
+        const int64_t sums = kChunk * kMostTokenRows, segment = kMostTokenRows * kChunk;
         const int64_t of_tiles = tile_scratch_bytes(call_.weights.columns) / 4;
         const int64_t of_rows = row_ops_ ? row_ops_->scratch_floats(call_.weights.columns) : 0;
         const int64_t of_floats = scratch_floats(layout_.padded, kTokenBlock, isa_.outer_products ? kOuterRows : 4);
@@ -85,7 +85,8 @@ private:
         part.panel = room, part.sums = room + panel, part.out = room + panel + sums;
         const bool counted = is_counting();
         if (tiled_) isa_.tiles->begin();
-        const Case asked = linear_case(isa_, call_);
+        Case asked = linear_case(isa_, call_);
+        asked.takes_tiles = tiled_;
         Reader reader(queue_);
         while (const Range* range = reader.take())
             for (int64_t i = range->first; i < range->last; i += kChunk)
@@ -103,8 +104,8 @@ private:
 
     // Of the tokens of a part, those that became what row_ops_ multiplies, and after them those that stayed floats.
     struct Tokens {
-        int64_t of[kMostTokens];  // counted from the part's first
-        const float* x[kMostTokens];
+        int64_t of[kMostTokenRows];  // counted from the part's first
+        const float* x[kMostTokenRows];
         int64_t integers = 0;
     };
     Tokens tokens_of(const Part& part) const {
@@ -195,7 +196,7 @@ private:
         const Projection& p = call_.weights;
         const int64_t m = part.num_tokens, tiles = (m + 15) / 16;
         if (reader.counts) count(Stage::linear, Kernel::bfloat16_tiles);
-        float* y[kMostTokens];
+        float* y[kMostTokenRows];
         for (int64_t at = part.first_row; at < part.last_row; at += 32) {
             const auto left = static_cast<int>(part.last_row - at);
             const int count[2] = {std::min(left, 16), std::clamp(left - 16, 0, 16)};

@@ -152,7 +152,7 @@ Walk::Room Walk::room_of_thread() const {
     };
     const int64_t packed = std::max(bytes(call_.gate_up), bytes(call_.down)) / 4;
     const int64_t panel = round_up(std::max({of_floats, of_int8, of_tiles}), 16);
-    const int64_t half = kMostRows * kChunk;
+    const int64_t half = kMostTokenRows * kChunk;
     const int64_t all = std::max(panel + kSums + 2 * half + packed, tile_scratch_bytes(widest) / 4);
     Room room;
     room.panel = scratch().reserve(all);

@@ -19,7 +19,7 @@
 
 namespace moestro {
 
-constexpr int64_t kMostRows = std::max(kTokenBlock, kOuterTokenBlock);  // of tokens in a block
+constexpr int64_t kMostTokenRows = std::max(kTokenBlock, kOuterTokenBlock);  // of tokens in a block
 // Sums that a thread has room for.
 constexpr int64_t kSums = std::max(kInt8TileRows * kTokenBlock, kOuterRows* kOuterTokenBlock);
 
@@ -44,8 +44,8 @@ private:
     };
     // Rows first to first + m of an expert, those of int8 before those that stay floats.
     struct Block {
-        int64_t row[kMostRows];
-        const float* x[kMostRows];
+        int64_t row[kMostTokenRows];
+        const float* x[kMostTokenRows];
         int64_t integers = 0;
     };
     // Of an expert: ranges of gate_up that are done, and rows of h taken to be quantized, and quantized.

@@ -172,7 +172,7 @@ void Walk::add_gate_up_bias(int64_t expert, int64_t column, int64_t n, int64_t m
     const FloatArray& bias = call_.gate_up_bias;
     const Activation& act = call_.activation;
     if (!bias.data) return;
-    float *gate[kMostRows], *up[kMostRows];
+    float *gate[kMostTokenRows], *up[kMostTokenRows];
     for (int64_t t = 0; t < m; ++t) gate[t] = room.gate + t * kChunk, up[t] = room.up + t * kChunk;
     if (!act.gated || !act.interleaved) {
         add_bias(bias, expert, column, n, m, gate);
@@ -231,7 +231,7 @@ void Walk::down(const Active& active, Reader& reader, int64_t first, int64_t m, 
     }
     if (!call_.down_bias.data) return;
     for (int64_t i = range.first; i < range.last; i += kChunk) {
-        float* y[kMostRows];
+        float* y[kMostTokenRows];
         for (int64_t t = 0; t < m; ++t) y[t] = y_ + block.row[t] * y_stride_ + i;
         add_bias(call_.down_bias, active.expert, i, std::min(kChunk, range.last - i), m, y);
     }

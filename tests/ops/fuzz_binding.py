@@ -101,7 +101,7 @@ def call(pick: Callable[..., Any], draw: Callable[..., Any]) -> None:
         int8_input=pick("int8 input", int8, (not int8,)),
         all_experts=draw(st.booleans()),
         same_bits=draw(st.booleans()),
-        token_block=pick("block", 96, SIZES),
+        token_block=pick("block", 0, SIZES),
         pieces=pick("pieces", 0, (-1, 1, 7, 1 << 40)),
     )
     threads = pick("threads", draw(st.sampled_from((1, 2))), (-1, 0, 1 << 20, 1 << 31, 1 << 40))

@@ -176,10 +176,42 @@ def test_a_matrix_by_itself(isa, name, tokens):
 
 
 @every_isa
-def test_blocks(isa):
+@pytest.mark.parametrize(
+    ("rows", "strategy", "blocks"),
+    [
+        (192, "auto", 1),
+        (193, "auto", 2),
+        (400, "auto", 3),
+        (300, "blockwise-100", 3),
+        (300, "blockwise-500", 2),
+    ],
+)
+def test_blocks_of_an_expert(isa, rows, strategy, blocks):
     weights = stored_weights("float32", problems.Sizes(1, 64, 16, 1, 1), Activation())
-    for rows, blocks in ((97, 1), (192, 1), (193, 2), (400, 3)):
-        x = torch.randn(rows, 64)
-        with moestro.use(implementation=f"cpu-{isa.name}"):
-            uses = moestro.explain(moestro.expert_mlp, x, to_expert(0, rows), weights).kernels
-        assert [(use.kernel, use.units, use.rows) for use in uses] == [("outer products", blocks, rows)] * 2
+    x, routing = torch.randn(rows, 64), to_expert(0, rows)
+    native.module.count_kernels(True)
+    y = run(isa, x, routing, weights, strategy)
+    counted = dict(native.module.kernel_counts())
+    native.module.count_kernels(False)
+    assert counted == {("gate_up", "outer products"): blocks, ("down", "outer products"): blocks}
+    with moestro.use(implementation=f"cpu-{isa.name}"):
+        uses = moestro.explain(moestro.expert_mlp, x, routing, weights, strategy).kernels
+    assert {(use.stage, use.kernel): use.units for use in uses} == counted
+    assert_close(y, reference.expert_mlp(x.double(), routing, weights), torch.float32)
+
+
+@every_isa
+@pytest.mark.parametrize("tokens", [192, 200])
+def test_rows_that_stay_floats_among_shifted_ones(isa, tokens):
+    """One row is too large for the order of shifted codes; where a set has none, all rows are floats."""
+    weights = stored_weights("fp8-e4m3-b128", problems.Sizes(1, 300, 70, 1, 1), Activation("identity", gated=False))
+    x, routing = torch.randn(tokens, 300), to_expert(0, tokens)
+    clean, counted = ran(isa, x, routing, weights)
+    assert counted == ONE
+    x[7] *= 1e25
+    y, counted = ran(isa, x, routing, weights)
+    assert counted == ONE
+    others = torch.arange(tokens) != 7
+    assert bit_equal(y[others], clean[others])
+    expected = reference.expert_mlp(x.double(), routing, weights)
+    assert_close(y[7:8].double() / 1e25, expected[7:8] / 1e25, torch.float32)
