@@ -66,7 +66,7 @@ def prepare(isa: native.Isa, x: Tensor, routing: Routing, weights: ExpertWeights
         f"cpu-{isa.name}",
         compute,
         walk,
-        _why(walk, by, block),
+        _why(isa, walk, by, block),
         threads,
         handle.workspace_bytes(x.shape[0]),
         kernels,
@@ -132,14 +132,14 @@ def _refused(error: ValueError) -> UnsupportedError:
     )
 
 
-def _why(walk: str, by: str, block: int | None) -> str:
+def _why(isa: native.Isa, walk: str, by: str, block: int | None) -> str:
     if walk == "all_experts":
         return f"{by}: every expert on every token"
     dots, outer = (
         min(block or most, most) for most in (native.LIMITS["token_block"], native.LIMITS["outer_token_block"])
     )
     one = f"the engine's one walk: an expert's weights are read once for each {dots} of its rows"
-    if outer > dots:
+    if isa.has_outer_products and outer > dots:
         one += f" ({outer} by outer products)"
     return f"{by}; {one}" if by else one
 
