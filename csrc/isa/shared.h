@@ -1,4 +1,4 @@
-// Functions of one instruction set that others use too: what new instructions change nothing about is compiled once.
+// Functions of one instruction set that others use too: code that more instructions do not change is compiled once.
 // Each is defined in the file of its set; a set that uses it needs all that the other needs.
 #pragma once
 
@@ -17,7 +17,7 @@ void four_rows(const FourRows& rows, const float* const* x, int64_t m, float* ou
 void eight_rows(const FourRows* two, const float* const* x, int64_t m, float* out, float* scratch);
 }  // namespace avx512
 
-// With VNNI and VBMI. In avx512_bf16.cpp, but without bfloat16: sets without its instructions may use them.
+// In avx512_bf16.cpp; they need VNNI and VBMI, and no instruction for bfloat16.
 namespace avx512_vbmi {
 void int8_rows(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch);
 extern const RowOps kInt8Residual;

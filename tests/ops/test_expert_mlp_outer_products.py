@@ -160,19 +160,18 @@ def test_a_matrix_by_itself(isa, name, tokens):
         off = 0 if name == "int4-g32" else rows % 7
         weight = torch.randn(rows, columns - off).div(columns**0.5)
         weight = quantize(weight, name) if name == "int4-g32" else weight.to(getattr(torch, name))
-        for dtype in [torch.float32] if name == "int4-g32" else [weight.dtype]:
-            x = torch.randn(tokens, columns - off).to(dtype)
-            native.module.count_kernels(True)
-            with moestro.use(implementation=f"cpu-{isa.name}"):
-                y = projection(x, weight)
-                counted = {kernel for of, kernel in native.module.kernel_counts() if of == "linear"}
-                native.module.count_kernels(False)
-                assert counted == {use.kernel for use in moestro.explain(projection, x, weight).kernels}
-                torch.set_num_threads(3)
-                assert bit_equal(projection(x, weight), y)
-                torch.set_num_threads(1)
-            assert (counted == ONE) == (tokens >= FEWEST)
-            assert_close(y, plain.projection(x.double(), weight, None), dtype)
+        x = torch.randn(tokens, columns - off).to(torch.float32 if name == "int4-g32" else weight.dtype)
+        native.module.count_kernels(True)
+        with moestro.use(implementation=f"cpu-{isa.name}"):
+            y = projection(x, weight)
+            counted = {kernel for of, kernel in native.module.kernel_counts() if of == "linear"}
+            native.module.count_kernels(False)
+            assert counted == {use.kernel for use in moestro.explain(projection, x, weight).kernels}
+            torch.set_num_threads(3)
+            assert bit_equal(projection(x, weight), y)
+            torch.set_num_threads(1)
+        assert (counted == ONE) == (tokens >= FEWEST)
+        assert_close(y, plain.projection(x.double(), weight, None), x.dtype)
 
 
 @every_isa
