@@ -29,16 +29,16 @@ def test_the_bundled_model_by_hand():
     """One sequence, one token: four experts a layer are read; all weights are; keys and values are."""
     found = moestro.plan(machine=BOX, formats=[None], prompt_tokens=32, new_tokens=8).best
     assert found.decode.experts == pytest.approx(LAYERS * TOP_K * EXPERT_BYTES / 1e10)
-    prompt, step, last = count(BUNDLED, 1, (32, 1, 7))
+    prompt, step, cache_bytes = count(BUNDLED, 1, 32, 8)
     assert found.decode.dense == pytest.approx(max(step.weight_bytes / 1e10, step.flops / 1e12))
-    assert found.decode.attention == pytest.approx((prompt.cache_bytes + last.cache_bytes) / 2 / 1e10)
+    assert found.decode.attention == pytest.approx((prompt.cache_bytes + cache_bytes) / 2 / 1e10)
     touched = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** 32)
     reading = touched * EXPERT_BYTES / 1e10
     computing = 2 * 32 * TOP_K * (EXPERT_BYTES / 2) / 1e12
     assert found.prompt.experts == pytest.approx(LAYERS * max(reading, computing))
     need = found.need
     assert (need.experts, need.rest) == (total_bytes(BUNDLED.sizes), BUNDLED.rest_bytes)
-    assert need.cache == last.cache_bytes
+    assert need.cache == cache_bytes
     assert found.decode_rate == pytest.approx(1 / sum(astuple(found.decode)))
     assert found.rate == pytest.approx(8 / (found.prompt.total + 7 * found.decode.total))
 

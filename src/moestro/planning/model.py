@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -304,26 +304,33 @@ def _looked_up_bytes(skeleton: Any) -> int:
     return sum(table.nbytes for key, table in tables.items() if key not in tied)
 
 
-def count(model: Model, batch: int, lengths: Sequence[int]) -> list[Counts]:
-    """What passes of so many tokens of each sequence need, one after the other, beside the experts.
+def count(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[Counts, Counts, int]:
+    """What the pass of a prompt and the step after it need beside the experts, and bytes of keys and values at the end.
 
     The passes are run without memory: shapes alone are computed.
 
     Raises:
         InvalidInputError: a model whose forward needs numbers to know shapes.
     """
-    skeleton, found = empty_model(model.config), []
+    skeleton = empty_model(model.config)
     without_experts(skeleton)
     cache = DynamicCache(config=skeleton.config.get_text_config())
     needs, fix = "a language model whose shapes do not depend on its numbers", "Measure it: moestro bench model FOLDER."
-    for length in lengths:
+    read = model.rest_bytes - model.looked_up_bytes
+
+    def run(length: int) -> int:
         ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
-        with explained(OPERATION, model.name, needs, fix), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with explained(OPERATION, model.name, needs, fix), torch.no_grad():
             skeleton(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        kept = (t for each in cache.layers for t in vars(each).values() if isinstance(t, Tensor))
-        read = model.rest_bytes - model.looked_up_bytes
-        found.append(Counts(counter.get_total_flops(), read, sum(t.nbytes for t in kept)))
-    return found
+        return sum(t.nbytes for each in cache.layers for t in vars(each).values() if isinstance(t, Tensor))
+
+    def counted(length: int) -> Counts:
+        with FlopCounterMode(display=False) as counter:
+            cached = run(length)
+        return Counts(counter.get_total_flops(), read, cached)
+
+    prompt, step = counted(prompt_tokens), counted(1)
+    return prompt, step, run(max(new_tokens - 1, 1))
 
 
 def without_experts(skeleton: Any) -> None:

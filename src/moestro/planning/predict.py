@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 
@@ -300,14 +300,13 @@ def missed_bytes(model: Model, spread: Spread, load: Load, budget: int) -> tuple
     return float(read[0]), (read[-1] - read[REPLAYED]) / REPLAYED
 
 
-def described_rest(model: Model, machine: Machine, counts: Sequence[Counts]) -> tuple[Rest, Rest]:
+def described_rest(model: Model, machine: Machine, counts: tuple[Counts, Counts, int]) -> tuple[Rest, Rest]:
     """On a described machine, of the prompt's pass and of a step: what is read or multiplied, a time for each layer.
 
-    `counts` are those of the prompt, of a step and of what comes after. A step reads as many keys and values as steps
-    do in the mean.
+    `counts` is what `count` returns. A step reads as many keys and values as steps do in the mean.
     """
-    prompt, step, last = counts
-    kept = 0.0, (prompt.cache_bytes + last.cache_bytes) / 2
+    prompt, step, at_the_end = counts
+    kept = 0.0, (prompt.cache_bytes + at_the_end) / 2
     first, second = (
         Rest(
             max(each.weight_bytes / machine.read_rate, each.flops / machine.flops("default")),

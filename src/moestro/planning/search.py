@@ -219,7 +219,7 @@ class Search:
         return Need(
             experts=own if choice.memory is None else _slots_bytes(model, choice.memory),
             rest=model.rest_bytes - (model.looked_up_bytes if mapped else 0),
-            cache=self._counts(load)[-1].cache_bytes,
+            cache=self._counts(load)[-1],
             workspace=self._workspace(load),
             disk=0 if choice.memory is None else whole,
         )
@@ -230,7 +230,7 @@ class Search:
         return Need(
             experts=experts,
             rest=model.rest_bytes - model.looked_up_bytes + (count - 1) * model.copied_bytes,
-            cache=count * self._counts(load)[-1].cache_bytes,
+            cache=count * self._counts(load)[-1],
             workspace=count * self._workspace(load) - (count - 1) * (PROCESS - FURTHER),
         )
 
@@ -286,9 +286,9 @@ class Search:
             self._note(f"other programs took {taken:.0%} of the processors {when}")
         return prompt, step
 
-    def _count(self, load: Load) -> list[Counts]:
+    def _count(self, load: Load) -> tuple[Counts, Counts, int]:
         self.say("counting what passes need", self.asked.batches.index(load.batch), len(self.asked.batches))
-        return count(self.model, load.batch, (load.prompt_tokens, 1, max(load.new_tokens - 1, 1)))
+        return count(self.model, load.batch, load.prompt_tokens, load.new_tokens)
 
     def _miss(self, choice: Choice, load: Load) -> tuple[float, float]:
         assert choice.memory is not None
