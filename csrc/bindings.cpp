@@ -66,6 +66,7 @@ void bind_isas(nb::module_& m) {
         .def_prop_ro("runs_here", [](const IsaFacts& i) { return i.isa.runs_here(); })
         .def_prop_ro("lanes", [](const IsaFacts& i) { return i.isa.lanes; })
         .def_prop_ro("direct_tokens", [](const IsaFacts& i) { return i.isa.direct_tokens; })
+        .def_prop_ro("direct_16_bit_tokens", [](const IsaFacts& i) { return i.isa.direct_16_bit_tokens; })
         .def_prop_ro("multiplies_bfloat16", [](const IsaFacts& i) { return i.isa.tiles != nullptr; })
         .def_prop_ro("has_tile_unit", [](const IsaFacts& i) { return i.isa.tiles && !i.isa.tiles->are_vectors; })
         .def_prop_ro("multiplies_floats", [](const IsaFacts& i) { return i.isa.four_rows != nullptr; })

@@ -23,7 +23,9 @@ int64_t given(int64_t measured, int64_t otherwise) { return measured ? measured 
 // dots, what was measured is about those; else it holds for this and for outer products.
 int64_t fewest_decoded(const Case& c) {
     const bool others = c.isa.eight_rows || c.isa.tiles;
-    return given(others ? 0 : c.wide_rows, c.isa.direct_tokens + 1);
+    const bool has_16_bits = facts(c.weights.element).bits == 16;
+    const int64_t most = has_16_bits ? c.isa.direct_16_bit_tokens : c.isa.direct_tokens;
+    return given(others ? 0 : c.wide_rows, most + 1);
 }
 
 bool takes_outer_products(const Case& c) {
@@ -103,8 +105,8 @@ const Rule kRules[kNumKernels] = {
      [](const Case& c) { return c.weights.element == Element::f32 || c.rows < fewest_decoded(c); },
      [] {
          return std::string(
-             "float32 weights, or at most `direct_tokens` rows of a block; on sets without tiles and eight-row dots "
-             "fewer than was measured");
+             "float32 weights, or at most `direct_tokens` rows of a block, of weights of 16 bits "
+             "`direct_16_bit_tokens`; on sets without tiles and eight-row dots fewer than was measured");
      }},
     {Kernel::decoded_dots, "decoded dots", [](const Case&) { return true; },
      [] { return std::string("everything else"); }},

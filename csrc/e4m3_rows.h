@@ -48,21 +48,16 @@ static bool e4m3_row(Element, int64_t columns, int64_t, const float* from, float
     return true;
 }
 
-struct FourVectors {
-    F of[4];
-};
-// 2^-120 of the values of 32 codes; 480 for NaN, which `nan` sees.
-MOESTRO_INLINE FourVectors shifted(const uint8_t* p, NanOfE4m3& nan) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    nan.see(codes);
+// 2^-120 of the values of the even ones of 32 codes, columns 4 * lane and 4 * lane + 2, or of the odd ones behind them;
+// 480 for NaN, which `nan` sees.
+MOESTRO_INLINE Two shifted(const uint8_t* p, int odd, NanOfE4m3& nan) {
+    __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    if (odd) nan.see(codes);
+    else codes = _mm256_slli_epi16(codes, 8);
     // Of each 16 bits: sign, exponent and mantissa of a bfloat16.
     const __m256i bits = _mm256_set1_epi16(static_cast<short>(0x87f0)), upper = _mm256_set1_epi32(~0xffff);
-    const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(codes, 4), bits);
-    const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 4), bits);
-    return {{{_mm256_castsi256_ps(_mm256_slli_epi32(even, 16))},
-             {_mm256_castsi256_ps(_mm256_slli_epi32(odd, 16))},
-             {_mm256_castsi256_ps(_mm256_and_si256(even, upper))},
-             {_mm256_castsi256_ps(_mm256_and_si256(odd, upper))}}};
+    const __m256i wide = _mm256_and_si256(_mm256_srai_epi16(codes, 4), bits);
+    return {{_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))}, {_mm256_castsi256_ps(_mm256_and_si256(wide, upper))}};
 }
 
 // The last n codes of a row, which do not fill kCodes, and zeros behind them.
@@ -85,11 +80,14 @@ template <int M> MOESTRO_INLINE void add_codes(const uint8_t* const (&from)[kRow
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             if (at == 0) prefetch(next[r] + k);
-            const FourVectors w = shifted(from[r] + at, nan);
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; ++odd) {
+                const Two w = shifted(from[r] + at, odd, nan);
+                const int64_t first = k + at + odd * W, second = first + 2 * W;
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
+                for (int t = 0; t < M; ++t) sum[r][t] = fma(w.first, load(x[t] + first), sum[r][t]);
 #pragma GCC unroll 4
-                for (int t = 0; t < M; ++t) sum[r][t] = fma(w.of[j], load(x[t] + k + at + j * W), sum[r][t]);
+                for (int t = 0; t < M; ++t) sum[r][t] = fma(w.second, load(x[t] + second), sum[r][t]);
             }
         }
     }
@@ -158,9 +156,10 @@ static void decode_e4m3(FourRows& rows, const float* const* scales, float* panel
             const F scale = set1(scales[r][k / group]);
 #pragma GCC unroll 2
             for (int64_t at = 0; at < kCodes; at += 4 * W) {
-                const FourVectors w = shifted(from + at, nan);
+                const Two even = shifted(from + at, 0, nan), odd = shifted(from + at, 1, nan);
+                const F w[4] = {even.first, odd.first, even.second, odd.second};
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; ++j) store(to + k + at + j * W, w.of[j] * set1(kBack / kE4m3Factor) * scale);
+                for (int j = 0; j < 4; ++j) store(to + k + at + j * W, w[j] * set1(kBack / kE4m3Factor) * scale);
             }
         }
         if (nan.seen()) to[0] = __builtin_nanf("");

@@ -215,7 +215,8 @@ struct Isa {
     // out[step][t][i] = sum over columns of x[t] * row i, for m tokens. `scratch` has `scratch_floats(columns, m)`.
     // Null where rows of floats are not multiplied.
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
-    int64_t direct_tokens = 0;  // tokens up to which it decodes weights in registers
+    int64_t direct_tokens = 0;         // tokens up to which it decodes weights in registers
+    int64_t direct_16_bit_tokens = 0;  // the same for those of 16 bits: several tiles may decode them
     // to[i] = factor * from[i] for n elements of a dtype.
     void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to) = nullptr;
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.

@@ -199,6 +199,7 @@ constexpr moestro::Isa basic_isa(const char* name, moestro::Features needs) {
     isa.needs = needs;
     isa.lanes = W;
     isa.direct_tokens = kDirectTokens;
+    isa.direct_16_bit_tokens = kDirect16BitTokens;
     isa.widen = widen;
     isa.activate = activate;
     isa.combine = combine;

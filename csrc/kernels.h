@@ -89,22 +89,23 @@ static void read_zeros(const uint8_t* from, int64_t n, float* to, int64_t room) 
     for (; i < room; ++i) to[i] = i < n ? static_cast<float>(from[i]) : 0.0f;
 }
 
-// Calls `step(k, weights of the four rows from column k)` for every vector of columns.
+// Calls `step(k, weight)` for every vector of columns, where `weight(r)` is that of row r from column k on.
 template <Element E, class Step>
 MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales, bool prefetching, Step step) {
     constexpr int kBytes = bytes_of(E);
     constexpr int kPerLine = 64 / (W * kBytes) > 0 ? 64 / (W * kBytes) : 1;
     const int64_t columns = rows.columns, group = rows.group_columns ? rows.group_columns : columns;
-    const uint8_t *a = rows.data[0], *b = rows.data[1], *c = rows.data[2], *d = rows.data[3];
+    const uint8_t* const row[kRows] = {rows.data[0], rows.data[1], rows.data[2], rows.data[3]};
     const uint8_t* const* next = prefetching && rows.next[0] ? rows.next : nullptr;
     for (int64_t start = 0, g = 0; start < columns; start += group, ++g) {
         const int64_t stop = start + group < columns ? start + group : columns;
-        F sa = zero(), sb = sa, sc = sa, sd = sa;
+        F scale[kRows];
         if constexpr (has_byte_scale(E)) {
-            sa = set1(scales[0][g]), sb = set1(scales[1][g]), sc = set1(scales[2][g]), sd = set1(scales[3][g]);
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) scale[r] = set1(scales[r][g]);
         }
-        const auto scaled = [](F w, F s) {
-            if constexpr (has_byte_scale(E)) return w * s;
+        const auto scaled = [&](F w, int r) __attribute__((always_inline)) {
+            if constexpr (has_byte_scale(E)) return w * scale[r];
             return w;
         };
         int64_t k = start;
@@ -117,24 +118,23 @@ MOESTRO_INLINE void walk_plain(const FourRows& rows, const float* const* scales,
 #pragma GCC unroll 8
                 for (int u = 0; u < kPerLine; u += 2) {
                     const int64_t at = k + u * W;
-                    const Two wa = load_two_e4m3(a + at), wb = load_two_e4m3(b + at), wc = load_two_e4m3(c + at),
-                              wd = load_two_e4m3(d + at);
-                    step(at, wa.first * sa, wb.first * sb, wc.first * sc, wd.first * sd);
-                    step(at + W, wa.second * sa, wb.second * sb, wc.second * sc, wd.second * sd);
+                    const Two two[kRows] = {load_two_e4m3(row[0] + at), load_two_e4m3(row[1] + at),
+                                            load_two_e4m3(row[2] + at), load_two_e4m3(row[3] + at)};
+                    step(at, [&](int r) __attribute__((always_inline)) { return two[r].first * scale[r]; });
+                    step(at + W, [&](int r) __attribute__((always_inline)) { return two[r].second * scale[r]; });
                 }
                 continue;
             }
 #pragma GCC unroll 8
             for (int u = 0; u < kPerLine; ++u) {
                 const int64_t at = (k + u * W) * kBytes;
-                step(k + u * W, scaled(load_element<E>(a + at), sa), scaled(load_element<E>(b + at), sb),
-                     scaled(load_element<E>(c + at), sc), scaled(load_element<E>(d + at), sd));
+                step(k + u * W,
+                     [&](int r) __attribute__((always_inline)) { return scaled(load_element<E>(row[r] + at), r); });
             }
         }
         for (; k < stop; k += W) {
             const int64_t at = k * kBytes, n = stop - k < W ? stop - k : W;
-            step(k, scaled(load_some<E>(a + at, n), sa), scaled(load_some<E>(b + at, n), sb),
-                 scaled(load_some<E>(c + at, n), sc), scaled(load_some<E>(d + at, n), sd));
+            step(k, [&](int r) __attribute__((always_inline)) { return scaled(load_some<E>(row[r] + at, n), r); });
         }
     }
 }
@@ -157,12 +157,12 @@ template <Element E, int J, class Values, class Step> MOESTRO_INLINE void eight_
                                                                                         const I* words, const F* scales,
                                                                                         const F* zeros, Step step) {
     if constexpr (J < 8) {
-        const auto weight = [&](int r) {
+        const auto weight = [&](int r) __attribute__((always_inline)) {
             const F value = nibble<J>(values, words[r]);
             if constexpr (E == Element::u4) return (value - zeros[r]) * scales[r];
             return value * scales[r];
         };
-        step(k + J * W, weight(0), weight(1), weight(2), weight(3));
+        step(k + J * W, weight);
         eight_nibbles<E, J + 1>(values, k, words, scales, zeros, step);
     }
 }
@@ -204,17 +204,30 @@ template <Element E, class Step> MOESTRO_INLINE void walk(const FourRows& rows, 
     else walk_plain<E>(rows, scales, prefetching, step);
 }
 
-// One vector of columns, from `k`, of four rows and M tokens.
-template <int M>
-MOESTRO_INLINE void add_products(F (&sum)[kRows][M], const float* const (&token)[M], int64_t k, F a, F b, F c, F d) {
+// One vector of columns, from `k`, of four rows and M tokens. Where registers do not hold all sums, four vectors of
+// weights and one of a token, they hold the tokens', and the weights are made one by one.
+template <Element E, int M, class Weight>
+MOESTRO_INLINE void add_products(F (&sum)[kRows][M], const float* const (&token)[M], int64_t k, Weight weight) {
+    if constexpr (E != Element::f32 && kRows * M + kRows + 1 > kRegisters) {
+        F v[M];
 #pragma GCC unroll 8
-    for (int t = 0; t < M; ++t) {
-        F v = load(token[t] + k);
-        keep(v);
-        sum[0][t] = fma(a, v, sum[0][t]);
-        sum[1][t] = fma(b, v, sum[1][t]);
-        sum[2][t] = fma(c, v, sum[2][t]);
-        sum[3][t] = fma(d, v, sum[3][t]);
+        for (int t = 0; t < M; ++t) v[t] = load(token[t] + k), keep(v[t]);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+            F w = weight(r);
+            keep(w);
+#pragma GCC unroll 8
+            for (int t = 0; t < M; ++t) sum[r][t] = fma(w, v[t], sum[r][t]);
+        }
+    } else {
+        const F w[kRows] = {weight(0), weight(1), weight(2), weight(3)};
+#pragma GCC unroll 8
+        for (int t = 0; t < M; ++t) {
+            F v = load(token[t] + k);
+            keep(v);
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) sum[r][t] = fma(w[r], v, sum[r][t]);
+        }
     }
 }
 
@@ -229,9 +242,8 @@ template <Element E, int M> static void dots(const FourRows& rows, const float* 
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = zero();
     }
-    walk<E>(rows, scales, zeros, true, [&](int64_t k, F a, F b, F c, F d) __attribute__((always_inline)) {
-        add_products(sum, token, k, a, b, c, d);
-    });
+    walk<E>(rows, scales, zeros, true,
+            [&](int64_t k, auto weight) __attribute__((always_inline)) { add_products<E>(sum, token, k, weight); });
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) sums(sum[0][t], sum[1][t], sum[2][t], sum[3][t], out + kRows * t);
 }
@@ -252,8 +264,8 @@ template <Element E> static void group_scaled_dots(const FourRows& rows, const f
 // Four rows of floats and M tokens: goes on with the sums in `partial`, or begins them where no columns of x are before
 // those of the rows.
 template <int M> static void partial_dots(const FourRows& rows, const float* const* x, int64_t before, float* partial) {
-    const float *a = reinterpret_cast<const float*>(rows.data[0]), *b = reinterpret_cast<const float*>(rows.data[1]);
-    const float *c = reinterpret_cast<const float*>(rows.data[2]), *d = reinterpret_cast<const float*>(rows.data[3]);
+    const float* row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = reinterpret_cast<const float*>(rows.data[r]);
     F sum[kRows][M];
     const float* token[M];
 #pragma GCC unroll 8
@@ -262,17 +274,15 @@ template <int M> static void partial_dots(const FourRows& rows, const float* con
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r][t] = before ? load(partial + (kRows * t + r) * W) : zero();
     }
-    const auto step = [&](int64_t at, F wa, F wb, F wc, F wd)
-                          __attribute__((always_inline)) { add_products(sum, token, at, wa, wb, wc, wd); };
     const int64_t stop = rows.columns;
     int64_t k = 0;
-    for (; k + W <= stop; k += W) step(k, load(a + k), load(b + k), load(c + k), load(d + k));
-    if (k < stop) {
-        const auto some = [&](const float* p) {
-            return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(p + k), stop - k);
-        };
-        step(k, some(a), some(b), some(c), some(d));
-    }
+    for (; k + W <= stop; k += W)
+        add_products<Element::f32>(sum, token, k,
+                                   [&](int r) __attribute__((always_inline)) { return load(row[r] + k); });
+    if (k < stop)
+        add_products<Element::f32>(sum, token, k, [&](int r) __attribute__((always_inline)) {
+            return load_some<Element::f32>(reinterpret_cast<const uint8_t*>(row[r] + k), stop - k);
+        });
 #pragma GCC unroll 8
     for (int t = 0; t < M; ++t) {
 #pragma GCC unroll 4
@@ -312,9 +322,11 @@ template <Element E> static void tiles(const FourRows& rows, const float* const*
     constexpr int kMost = E == Element::f32 ? kRegisterTokens : kDirectTokens;
     Dots table[kMost + 1];
     Table<E, kMost>::fill(table);
+    FourRows alone = rows;  // the last tile fetches the rows that come next
+    alone.next[0] = nullptr;
     while (m > 0) {
         const int64_t n = next_tile(m, kMost);
-        table[n](rows, scales, zeros, x, out);
+        table[n](n < m ? alone : rows, scales, zeros, x, out);
         x += n, out += kRows * n, m -= n;
     }
 }
@@ -323,8 +335,9 @@ template <Element E>
 static void decode(FourRows& rows, const float* const* scales, const float* const* zeros, float* panel) {
     const int64_t width = round_up(rows.columns, moestro::is_nibble(E) ? kBlock : W), stride = width + W;
     float* to[kRows] = {panel, panel + stride, panel + 2 * stride, panel + 3 * stride};
-    walk<E>(rows, scales, zeros, true, [&](int64_t k, F a, F b, F c, F d) __attribute__((always_inline)) {
-        store(to[0] + k, a), store(to[1] + k, b), store(to[2] + k, c), store(to[3] + k, d);
+    walk<E>(rows, scales, zeros, true, [&](int64_t k, auto weight) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) store(to[r] + k, weight(r));
     });
     rows.element = Element::f32;
     rows.columns = width;

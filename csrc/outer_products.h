@@ -89,7 +89,7 @@ template <int M> static void outer_tile(const float* panel, int64_t n, const flo
     };
     int64_t k = 0;
     for (; k + W <= n; k += W) {
-#pragma GCC unroll 1
+#pragma GCC unroll 8
         for (int64_t j = k; j < k + W; ++j) column(j);
         next.some();
     }

@@ -10,7 +10,9 @@ namespace MOESTRO_ISA {
 
 constexpr int W = 8;
 constexpr int kRegisterTokens = 3;  // 4 * 3 sums, a token and three of weights in 16 registers
+constexpr int kRegisters = 16;      // of vectors
 constexpr int kDirectTokens = 3;
+constexpr int kDirect16BitTokens = 11;  // by then decoding once is as fast, on Zen 3
 
 struct F {
     __m256 v;

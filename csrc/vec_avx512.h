@@ -10,7 +10,9 @@ namespace MOESTRO_ISA {
 
 constexpr int W = 16;
 constexpr int kRegisterTokens = 6;  // token rows of a float32 tile: 4 * 6 sums, 4 weights and a token in 32 registers
+constexpr int kRegisters = 32;      // of vectors
 constexpr int kDirectTokens = 4;    // of a tile that decodes its weights in registers
+constexpr int kDirect16BitTokens = kDirectTokens;
 
 struct F {
     __m512 v;

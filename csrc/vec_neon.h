@@ -10,7 +10,9 @@ namespace MOESTRO_ISA {
 
 constexpr int W = 4;
 constexpr int kRegisterTokens = 6;  // 4 * 6 sums, 4 weights and a token in 32 registers
+constexpr int kRegisters = 32;      // of vectors
 constexpr int kDirectTokens = 4;
+constexpr int kDirect16BitTokens = kDirectTokens;
 
 struct F {
     float32x4_t v;

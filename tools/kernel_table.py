@@ -16,8 +16,9 @@ def kernel_table() -> str:
     lines = ["| kernel | runs |", "|---|---|", *(f"| {name} | {when} |" for name, when in kernels), ""]
     lines += ["| weights | rows from which on, beside floats | beside int8 with a residual |", "|---|---|---|"]
     lines += [f"| {weights} | {floats} | {residual} |" for weights, floats, residual in tiles]
-    lines += ["", "| instruction set | `direct_tokens` |", "|---|---|"]
-    lines += [f"| {isa.name} | {isa.direct_tokens} |" for isa in native.module.isas() if isa.multiplies_floats]
+    lines += ["", "| instruction set | `direct_tokens` | `direct_16_bit_tokens` |", "|---|---|---|"]
+    sets = [isa for isa in native.module.isas() if isa.multiplies_floats]
+    lines += [f"| {isa.name} | {isa.direct_tokens} | {isa.direct_16_bit_tokens} |" for isa in sets]
     return "\n".join(lines)
 
 
