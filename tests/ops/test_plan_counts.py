@@ -141,6 +141,17 @@ def test_the_page_has_the_table():
     assert kernel_table() in (TESTS.parent / "docs" / "reference" / "engine.md").read_text()
 
 
+def linear_of(isa: native.Isa, weight: torch.Tensor, x_dtype: torch.dtype) -> object:
+    """A linear module of the engine, not one of moestro.projection, which takes x in the dtype of its weights."""
+    rows, columns = weight.shape
+    stored = native.module.Stored(
+        element=native.FLOATS[weight.dtype], scale=0, rows=rows, columns=columns,
+        row_stride=columns * weight.element_size(), base=(weight.data_ptr(), 0, 0, 0),
+    )  # fmt: skip
+    code = native.FLOATS[x_dtype]
+    return native.module.Linear(isa=isa.index, weights=stored, bias=None, x_dtype=code, out_dtype=code, same_bits=False)
+
+
 def test_linear_has_a_plan_too(counted):
     for isa in ISAS:
         if not isa.multiplies_floats:
@@ -149,19 +160,24 @@ def test_linear_has_a_plan_too(counted):
         for num_tokens in (1, 100, 200):
             native.module.count_kernels(True)
             weight, x = torch.randn(70, 33).to(dtype), torch.randn(num_tokens, 33).to(dtype)
-            code = native.FLOATS[dtype]
-            stored = native.module.Stored(
-                element=code, scale=0, rows=70, columns=33, row_stride=33 * weight.element_size(),
-                base=(weight.data_ptr(), 0, 0, 0),
-            )  # fmt: skip
-            linear = native.module.Linear(
-                isa=isa.index, weights=stored, bias=None, x_dtype=code, out_dtype=code, same_bits=False
-            )
+            linear = linear_of(isa, weight, dtype)
             out = torch.empty(num_tokens, 70, dtype=dtype)
             linear.run(2, num_tokens, x.data_ptr(), 33, out.data_ptr())
             plan = {(r.projection, r.kernel): r.units for r in linear.plan(2, num_tokens)}
             assert plan == dict(counted())
             assert sum(r.rows for r in linear.plan(2, num_tokens)) == num_tokens
+
+
+def test_few_rows_decode_weights_of_16_bits_in_registers():
+    sets = [
+        isa for isa in native.module.isas() if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16
+    ]
+    weight = torch.randn(70, 33).to(torch.bfloat16)
+    for isa in sets:
+        linear, most = linear_of(isa, weight, torch.float32), isa.direct_16_bit_tokens
+        chosen = {rows: {each.kernel for each in linear.plan(2, rows)} for rows in (1, most, most + 1)}
+        assert chosen == {1: {"direct dots"}, most: {"direct dots"}, most + 1: {"decoded dots"}}
+    assert sets
 
 
 def test_nothing_is_counted_while_nobody_counts():
