@@ -80,7 +80,7 @@ private:
         FourRows rows{};
         rows.element = call_.dtype;
         rows.columns = call_.columns;
-        rows.decoded = call_.dtype != Element::f32 && queries_ > isa_.direct_16_bit_tokens;
+        rows.decoded = call_.dtype != Element::f32 && queries_ > isa_.direct_tokens;
         for (int r = 0; r < 4; ++r) rows.global_scale[r] = 1.0f;
         for (int64_t t = 0; t < n; t += 4) {
             const int64_t count = std::min<int64_t>(4, n - t);

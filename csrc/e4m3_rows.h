@@ -49,7 +49,7 @@ static bool e4m3_row(Element, int64_t columns, int64_t, const float* from, float
 }
 
 // 2^-120 of the values of the even ones of 32 codes, columns 4 * lane and 4 * lane + 2, or of the odd ones behind them;
-// 480 for NaN, which `nan` sees.
+// 480 for NaN. With the odd ones `nan` sees all 32.
 MOESTRO_INLINE Two shifted(const uint8_t* p, int odd, NanOfE4m3& nan) {
     __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     if (odd) nan.see(codes);

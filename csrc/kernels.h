@@ -205,7 +205,8 @@ template <Element E, class Step> MOESTRO_INLINE void walk(const FourRows& rows, 
 }
 
 // One vector of columns, from `k`, of four rows and M tokens. Where registers do not hold all sums, four vectors of
-// weights and one of a token, they hold the tokens', and the weights are made one by one.
+// weights and one of a token, they hold the tokens', and `weight` is asked for one row at a time. Weights that are
+// floats are operands in memory.
 template <Element E, int M, class Weight>
 MOESTRO_INLINE void add_products(F (&sum)[kRows][M], const float* const (&token)[M], int64_t k, Weight weight) {
     if constexpr (E != Element::f32 && kRows * M + kRows + 1 > kRegisters) {
@@ -322,13 +323,16 @@ template <Element E> static void tiles(const FourRows& rows, const float* const*
     constexpr int kMost = E == Element::f32 ? kRegisterTokens : kDirectTokens;
     Dots table[kMost + 1];
     Table<E, kMost>::fill(table);
-    FourRows alone = rows;  // the last tile fetches the rows that come next
-    alone.next[0] = nullptr;
-    while (m > 0) {
-        const int64_t n = next_tile(m, kMost);
-        table[n](n < m ? alone : rows, scales, zeros, x, out);
-        x += n, out += kRows * n, m -= n;
+    if (m > kMost) {
+        FourRows alone = rows;  // the last tile fetches the rows that come next
+        alone.next[0] = nullptr;
+        while (m > kMost) {
+            const int64_t n = next_tile(m, kMost);
+            table[n](alone, scales, zeros, x, out);
+            x += n, out += kRows * n, m -= n;
+        }
     }
+    if (m > 0) table[m](rows, scales, zeros, x, out);
 }
 
 template <Element E>

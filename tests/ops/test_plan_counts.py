@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -141,12 +142,15 @@ def test_the_page_has_the_table():
     assert kernel_table() in (TESTS.parent / "docs" / "reference" / "engine.md").read_text()
 
 
-def linear_of(isa: native.Isa, weight: torch.Tensor, x_dtype: torch.dtype) -> object:
-    """A linear module of the engine, not one of moestro.projection, which takes x in the dtype of its weights."""
+def linear_of(isa: native.Isa, weight: torch.Tensor, x_dtype: torch.dtype) -> Any:
+    """A linear module of the engine, not one of moestro.projection, which takes x in the dtype of its weights; of
+    weights in int8 there is one scale a row, in bfloat16."""
     rows, columns = weight.shape
     stored = native.module.Stored(
-        element=native.FLOATS[weight.dtype], scale=0, rows=rows, columns=columns,
-        row_stride=columns * weight.element_size(), base=(weight.data_ptr(), 0, 0, 0),
+        element=native.ELEMENTS[str(weight.dtype).removeprefix("torch.")],
+        scale=native.SCALES["bfloat16"] if weight.dtype == torch.int8 else 0,
+        rows=rows, columns=columns, row_stride=columns * weight.element_size(), scale_row_stride=2,
+        base=(weight.data_ptr(), weight.data_ptr(), 0, 0),
     )  # fmt: skip
     code = native.FLOATS[x_dtype]
     return native.module.Linear(isa=isa.index, weights=stored, bias=None, x_dtype=code, out_dtype=code, same_bits=False)
@@ -168,16 +172,18 @@ def test_linear_has_a_plan_too(counted):
             assert sum(r.rows for r in linear.plan(2, num_tokens)) == num_tokens
 
 
-def test_few_rows_decode_weights_of_16_bits_in_registers():
-    sets = [
-        isa for isa in native.module.isas() if isa.runs_here and isa.multiplies_floats and not isa.multiplies_bfloat16
-    ]
-    weight = torch.randn(70, 33).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_few_rows_decode_weights_in_registers(dtype):
+    sets = [isa for isa in native.module.isas() if isa.runs_here and isa.multiplies_floats]
+    weight = torch.ones(70, 33, dtype=dtype)
     for isa in sets:
-        linear, most = linear_of(isa, weight, torch.float32), isa.direct_16_bit_tokens
+        if isa.multiplies_bfloat16:
+            continue
+        linear = linear_of(isa, weight, torch.float32)
+        most = isa.direct_tokens if dtype == torch.int8 else isa.direct_16_bit_tokens
         chosen = {rows: {each.kernel for each in linear.plan(2, rows)} for rows in (1, most, most + 1)}
         assert chosen == {1: {"direct dots"}, most: {"direct dots"}, most + 1: {"decoded dots"}}
-    assert sets
+    assert any(not isa.multiplies_bfloat16 for isa in sets)
 
 
 def test_nothing_is_counted_while_nobody_counts():
