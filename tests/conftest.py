@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -26,6 +27,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import typer.testing
 
 import moestro
 from moestro import machine
@@ -38,6 +40,7 @@ from moestro.bench.peers import outside
 from source import ROOT
 
 outside.CHECKOUT = ROOT  # where the package under test is an installed one, too
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # all commands are made anew at every call
 
 hypothesis.settings.register_profile(
     "moestro",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_sixteen_bits_are_never_below_float32(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(machine, "bandwidths", lambda device: {"sum": 1.0})
     assert machine.measure(torch.float16).flops_per_second == 5.0
     assert machine.measure(torch.float64).flops_per_second == 2.0
+
+
+def test_products_that_would_take_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without instructions for a dtype multiplies it at a hundredth of its rate."""
+    multiplied = []
+
+    def timings(call: partial, device: torch.device) -> list[float]:
+        multiplied.append(len(call.args[0]))
+        return [2 * multiplied[-1] ** 3 / rate]
+
+    monkeypatch.setattr(machine, "_timings", timings)
+    for rate, sizes in ((1e9, [256]), (2e10, [256, 1024]), (1e11, [256, 1024, 2048])):
+        multiplied.clear()
+        assert machine._matmul_rate(torch.bfloat16, torch.device("cpu")) == pytest.approx(rate)
+        assert multiplied == sizes
 
 
 def test_roof_is_measured_once(small_probe: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,9 @@ def test_the_search_finds_the_crossing(monkeypatch, crossing):
 @pytest.mark.unpoisoned
 def test_a_busy_machine_decides_nothing(monkeypatch, folder):
     monkeypatch.setattr(store._Waits, "longest", lambda self: 9.0)
+    given_up = store.times_given_up()
     assert measured.most_rows("one", torch.bfloat16, 2, F.linear) is None
+    assert store.times_given_up() == given_up + 1  # it does not go on
     assert store.read() == {}
     x, weight = torch.randn(TILED_ROWS + 1, 64).bfloat16(), torch.randn(9, 64).bfloat16()
     if FIRST:

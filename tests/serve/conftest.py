@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +40,13 @@ def endpoint(text_model: TextModel) -> Iterator[Endpoint]:
     with serving(service) as found:
         yield found
     service.close()
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What the server logs meanwhile."""
+    text = io.StringIO()
+    handler, logger = logging.StreamHandler(text), logging.getLogger("moestro.serve")
+    logger.addHandler(handler)
+    yield text
+    logger.removeHandler(handler)

@@ -282,7 +282,7 @@ def test_a_request_that_has_ended_holds_no_keys(engine_of):
         gc.enable()
 
 
-def test_a_listener_that_fails_at_its_end_is_logged_and_the_engine_goes_on(engine_of, caplog):
+def test_a_listener_that_fails_at_its_end_is_logged_and_the_engine_goes_on(engine_of, logged):
     class Failing(Heard):
         def end(self, ended):
             super().end(ended)
@@ -292,7 +292,7 @@ def test_a_listener_that_fails_at_its_end_is_logged_and_the_engine_goes_on(engin
     engine.submit(request(PROMPTS[0]), failing)
     failing.wait()
     assert all_of(engine, [request(PROMPTS[0])])[0].ended.reason == "length"
-    assert "a listener failed at the end of its request" in caplog.text
+    assert "a listener failed at the end of its request" in logged.getvalue()
 
 
 def test_a_model_that_fails_ends_its_requests_and_serves_the_next(engine_of, monkeypatch):

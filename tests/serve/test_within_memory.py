@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -192,7 +193,7 @@ def test_a_file_that_goes_ends_the_requests_of_a_step_and_they_work_once_it_is_b
 
 
 def test_a_read_that_fails_is_answered_in_words(
-    folder: Path, least: int, gone: Callable[[], Callable[[], None]], caplog: pytest.LogCaptureFixture
+    folder: Path, least: int, gone: Callable[[], Callable[[], None]], logged: io.StringIO
 ) -> None:
     model = within(folder, least)
     with engine_of(model) as engine, serving(Service(model, engine, "small")) as served:
@@ -203,7 +204,7 @@ def test_a_read_that_fails_is_answered_in_words(
         words = r"\[serve\] got experts that could not be read from the model's files; needs .+\. Look at .+"
         assert (status, problem["error"]["code"]) == (500, "failed")
         assert re.fullmatch(words, problem["error"]["message"])
-        assert str(folder) in caplog.text, "which file it is stands in the server's messages"
+        assert str(folder) in logged.getvalue(), "which file it is stands in the server's messages"
         assert str(folder) not in problem["error"]["message"]
         bring_back()
         stream = iter(served.client().completions.create(model="small", stream=True, prompt="a", max_tokens=900))

@@ -61,6 +61,11 @@ def kept(
         return found[name], _gave_up == before
 
 
+def times_given_up() -> int:
+    """How often `fastest` gave up in this process. What was measured between two different numbers is not kept."""
+    return _gave_up
+
+
 def read() -> dict[str, list[float]]:
     """What was found on this machine before, by name."""
     found = _read_all().get(_machine(), {})
