@@ -60,7 +60,7 @@ class Roof:
 
 
 def measure(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Roof:
-    """Measure the roof now; about a second.
+    """Measure the roof now; one to two seconds.
 
     Bandwidth is the best of a float32 sum, a float32 matrix-vector product and a bfloat16 one (on an accelerator also
     a copy, which counts both ways) over parts of a buffer of `probe_bytes`, each part read again only after all the

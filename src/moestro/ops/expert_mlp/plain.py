@@ -80,7 +80,7 @@ def why_unsupported(x: Tensor, routing: Routing, weights: ExpertWeights) -> str 
 
 
 def measured_block_size(x: Tensor, routing: Routing, weights: ExpertWeights) -> int:
-    """The block size for this shape on this machine, from its measured roof (about a second, once a process)."""
+    """The block size for this shape on this machine, from its measured roof (one to two seconds, once a process)."""
     roof = machine.roof(x.dtype, x.device.type)
     bytes_per_weight = weights.gate_up.format.bits / 8
     return choose_block_size(routing.expert_ids.numel(), weights.planned_experts, roof.balance, bytes_per_weight)
