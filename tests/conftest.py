@@ -40,7 +40,8 @@ from moestro.bench.peers import outside
 from source import ROOT
 
 outside.CHECKOUT = ROOT  # where the package under test is an installed one, too
-typer.testing._get_command = functools.cache(typer.testing._get_command)  # all commands are made anew at every call
+if hasattr(typer.testing, "_get_command"):  # all commands are made anew at every call
+    typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 hypothesis.settings.register_profile(
     "moestro",

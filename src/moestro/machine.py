@@ -157,7 +157,7 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     best = 0.0
     for n in (256, 1024, 2048) if device.type == "cpu" else _DEVICE_SIDES:
         if best and 2 * n**3 / best > _MOST_SECONDS_OF_A_PRODUCT:
-            break  # a dtype for which the processor has no instructions
+            break  # few cores, or a dtype for which the processor has no instructions
         a, b = (torch.randn((n, n), device=device).mul_(0.01).to(dtype) for _ in range(2))
         best = max(best, 2 * n**3 / min(_timings(partial(torch.mm, a, b), device)))
     return best

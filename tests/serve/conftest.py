@@ -42,11 +42,18 @@ def endpoint(text_model: TextModel) -> Iterator[Endpoint]:
     service.close()
 
 
+class Strict(logging.StreamHandler[io.StringIO]):
+    """An argument that does not fit its message is an error."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+
 @pytest.fixture
 def logged() -> Iterator[io.StringIO]:
     """What the server logs meanwhile."""
     text = io.StringIO()
-    handler, logger = logging.StreamHandler(text), logging.getLogger("moestro.serve")
+    handler, logger = Strict(text), logging.getLogger("moestro.serve")
     logger.addHandler(handler)
     yield text
     logger.removeHandler(handler)

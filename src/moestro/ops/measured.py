@@ -62,7 +62,7 @@ def kept(
 
 
 def times_given_up() -> int:
-    """How often `fastest` gave up in this process. What was measured between two different numbers is not kept."""
+    """How often `fastest` gave up in this process. If it rose while something was measured, that is not kept."""
     return _gave_up
 
 

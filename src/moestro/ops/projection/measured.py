@@ -45,14 +45,15 @@ def most_rows(isa: str, dtype: torch.dtype, num_threads: int, engine: Multiply) 
 
 
 def _search(dtype: torch.dtype, engine: Multiply) -> int:
-    """It ends where a measurement gives up, since nobody asks for what would be found then."""
+    """It ends where a measurement gives up, since what it finds is not kept then."""
     low, high = -1, len(STEPS)  # the engine is ahead at low, and behind at high
     before = measured.times_given_up()
     while high - low > 1 and measured.times_given_up() == before:
         at = (low + high) // 2
         ahead = _is_ahead(*_both(STEPS[at], dtype, engine))
         low, high = (at, high) if ahead else (low, at)
-    if low == len(STEPS) - 1 and _is_ahead(*_both(STEPS[-1], dtype, engine), share=FAR):
+    calm = measured.times_given_up() == before
+    if calm and low == len(STEPS) - 1 and _is_ahead(*_both(STEPS[-1], dtype, engine), share=FAR):
         return ALL
     return STEPS[low] if low >= 0 else 0
 
