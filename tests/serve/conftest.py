@@ -42,7 +42,7 @@ def endpoint(text_model: TextModel) -> Iterator[Endpoint]:
     service.close()
 
 
-class Strict(logging.StreamHandler[io.StringIO]):
+class StrictHandler(logging.StreamHandler[io.StringIO]):
     """An argument that does not fit its message is an error."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -53,7 +53,7 @@ class Strict(logging.StreamHandler[io.StringIO]):
 def logged() -> Iterator[io.StringIO]:
     """What the server logs meanwhile."""
     text = io.StringIO()
-    handler, logger = Strict(text), logging.getLogger("moestro.serve")
+    handler, logger = StrictHandler(text), logging.getLogger("moestro.serve")
     logger.addHandler(handler)
     yield text
     logger.removeHandler(handler)
