@@ -217,6 +217,7 @@ struct Isa {
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     int64_t direct_tokens = 0;         // tokens up to which it decodes weights in registers
     int64_t direct_16_bit_tokens = 0;  // the same for those of 16 bits: several tiles may decode them
+    int64_t bytes_ahead = 0;           // that four_rows fetches in each row itself; 0: rows that follow
     // to[i] = factor * from[i] for n elements of a dtype.
     void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to) = nullptr;
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.

@@ -149,6 +149,7 @@ private:
                 if (n > 0) row_ops_->outer_products(rows, tokens.x, n, part.sums, part.panel);
                 if (n < m) isa_.outer_products(rows, tokens.x + n, m - n, floats, part.panel);
             } else {
+                follow_closely(*rows, isa_, m);
                 rows->decoded = kernel == Kernel::decoded_e4m3_dots;
                 if (n > 0) row_ops_->four_rows(*rows, tokens.x, n, part.sums, part.panel);
                 rows->decoded = float_kernel == Kernel::decoded_dots;

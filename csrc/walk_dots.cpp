@@ -137,6 +137,7 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
         FourRows rows;
         const int64_t n = products.integers;
         describe<4>(products, reader, column, n > 0 && n < m ? 1 : kSums / (4 * m), &rows);
+        follow_closely(rows, isa_, m);
         take_kernel(rows, products.kernel);
         if (n > 0) row_ops_->four_rows(rows, products.x, n, sums, room.panel);
         take_kernel(rows, products.float_kernel);
