@@ -120,7 +120,7 @@ struct FourRows {
     const uint8_t* scales[4];
     const uint8_t* zeros[4];
     float global_scale[4];
-    const uint8_t* next[4];  // rows of as many columns that will be read soon; the first is null without
+    const uint8_t* next[4];  // what is fetched as these are read, and never read; the first is null without
     int64_t steps = 1, row_stride = 0, scale_stride = 0, zero_stride = 0, next_stride = 0;  // bytes from step to step
     bool group_scaled = false;  // scales multiply the sums of their groups: faster for few tokens, and other bits
     bool decoded = false;       // weights are decoded once for all tokens, and not in registers
@@ -217,7 +217,7 @@ struct Isa {
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     int64_t direct_tokens = 0;         // tokens up to which it decodes weights in registers
     int64_t direct_16_bit_tokens = 0;  // the same for those of 16 bits: several tiles may decode them
-    int64_t bytes_ahead = 0;           // that four_rows fetches in each row itself; 0: rows that follow
+    int64_t ahead_in_row = 0;          // bytes: fetch_ahead_in_row; 0: it fetches rows that come next
     // to[i] = factor * from[i] for n elements of a dtype.
     void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to) = nullptr;
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.

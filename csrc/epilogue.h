@@ -200,7 +200,6 @@ constexpr moestro::Isa basic_isa(const char* name, moestro::Features needs) {
     isa.lanes = W;
     isa.direct_tokens = kDirectTokens;
     isa.direct_16_bit_tokens = kDirect16BitTokens;
-    isa.bytes_ahead = kBytesAhead;
     isa.widen = widen;
     isa.activate = activate;
     isa.combine = combine;

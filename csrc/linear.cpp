@@ -149,7 +149,7 @@ private:
                 if (n > 0) row_ops_->outer_products(rows, tokens.x, n, part.sums, part.panel);
                 if (n < m) isa_.outer_products(rows, tokens.x + n, m - n, floats, part.panel);
             } else {
-                follow_closely(*rows, isa_, m);
+                fetch_ahead_in_row(*rows, isa_, n_);
                 rows->decoded = kernel == Kernel::decoded_e4m3_dots;
                 if (n > 0) row_ops_->four_rows(*rows, tokens.x, n, part.sums, part.panel);
                 rows->decoded = float_kernel == Kernel::decoded_dots;

@@ -66,14 +66,14 @@ inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Re
     }
 }
 
-constexpr int64_t kCloseTokens = 4;  // with more, products take longer than the rows do from memory
+constexpr int64_t kAheadInRowTokens = 4;  // not faster with more
 
-// Has four rows fetch what lies a little further in themselves, where the set reads their elements so. Rows that follow
-// would take the place of tokens in the first cache.
-inline void follow_closely(FourRows& rows, const Isa& isa, int64_t m) {
-    const bool plain = rows.element == Element::f32 || rows.element == Element::i8;
-    if (!isa.bytes_ahead || m > kCloseTokens || !plain) return;
-    for (int i = 0; i < 4; ++i) rows.next[i] = rows.data[i] + isa.bytes_ahead;
+// Has rows of float32 or int8 fetch themselves from a number of bytes on, in place of the rows that come next, where
+// `tokens`, all that meet them, are few. They fetch as many bytes behind their ends.
+inline void fetch_ahead_in_row(FourRows& rows, const Isa& isa, int64_t tokens) {
+    if (!isa.ahead_in_row || tokens > kAheadInRowTokens) return;
+    if (rows.element != Element::f32 && rows.element != Element::i8) return;
+    for (int i = 0; i < 4; ++i) rows.next[i] = rows.data[i] + isa.ahead_in_row;
     rows.next_stride = rows.row_stride;
 }
 

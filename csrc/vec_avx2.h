@@ -13,7 +13,6 @@ constexpr int kRegisterTokens = 3;  // 4 * 3 sums, a token and three of weights 
 constexpr int kRegisters = 16;      // of vectors
 constexpr int kDirectTokens = 3;
 constexpr int kDirect16BitTokens = 9;  // three tiles: with more, decoding once takes fewer instructions
-constexpr int kBytesAhead = 512;
 
 struct F {
     __m256 v;

@@ -13,7 +13,6 @@ constexpr int kRegisterTokens = 6;  // token rows of a float32 tile: 4 * 6 sums,
 constexpr int kRegisters = 32;      // of vectors
 constexpr int kDirectTokens = 4;    // of a tile that decodes its weights in registers
 constexpr int kDirect16BitTokens = kDirectTokens;
-constexpr int kBytesAhead = 0;
 
 struct F {
     __m512 v;

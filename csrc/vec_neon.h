@@ -13,7 +13,6 @@ constexpr int kRegisterTokens = 6;  // 4 * 6 sums, 4 weights and a token in 32 r
 constexpr int kRegisters = 32;      // of vectors
 constexpr int kDirectTokens = 4;
 constexpr int kDirect16BitTokens = kDirectTokens;
-constexpr int kBytesAhead = 0;
 
 struct F {
     float32x4_t v;

@@ -12,7 +12,6 @@ constexpr int kRegisterTokens = 3;
 constexpr int kRegisters = 16;  // of vectors
 constexpr int kDirectTokens = 3;
 constexpr int kDirect16BitTokens = kDirectTokens;
-constexpr int kBytesAhead = 0;
 
 // Vectors of the compiler: gcc and clang know their arithmetic, and choose by lanes with `mask ? a : b`.
 template <class Lane> struct VectorOf;

@@ -33,7 +33,7 @@ private:
     // them.
     struct Products {
         const Projection& projection;
-        int64_t expert = 0;
+        int64_t expert = 0, rows_of_expert = 0;
         Kernel kernel = Kernel::decoded_dots;  // of rows of int8, or of all where none is
         Kernel float_kernel = kernel;          // of those that stay floats
         int rows = 4;                          // of weights at once

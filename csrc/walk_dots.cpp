@@ -54,7 +54,7 @@ Walk::Products Walk::products(const Projection& p, const Active& active, const B
     const bool gated = &p == &call_.gate_up && call_.activation.gated;
     const int64_t ahead = steps_ahead(p.row_bytes(), rows) * (gated ? rows / 2 : rows);
     Products found{p};
-    found.expert = active.expert;
+    found.expert = active.expert, found.rows_of_expert = active.num_rows;
     found.kernel = kernel, found.float_kernel = float_kernel;
     found.rows = rows;
     found.x = block.x;
@@ -137,7 +137,7 @@ int64_t Walk::multiply(const Products& products, Reader& reader, int64_t column,
         FourRows rows;
         const int64_t n = products.integers;
         describe<4>(products, reader, column, n > 0 && n < m ? 1 : kSums / (4 * m), &rows);
-        follow_closely(rows, isa_, m);
+        fetch_ahead_in_row(rows, isa_, products.rows_of_expert);
         take_kernel(rows, products.kernel);
         if (n > 0) row_ops_->four_rows(rows, products.x, n, sums, room.panel);
         take_kernel(rows, products.float_kernel);

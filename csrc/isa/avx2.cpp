@@ -9,10 +9,13 @@
 
 namespace MOESTRO_ISA {
 
+constexpr int kAheadInRow = 512;
+
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa = basic_isa("avx2", moestro::all_of({Feature::avx2, Feature::fma, Feature::f16c}));
     isa.four_rows = moestro::avx2::four_rows;
+    isa.ahead_in_row = kAheadInRow;
     isa.outer_products = moestro::avx2::outer_products;
     isa.int8 = &kInt8;
     isa.int16 = &kInt16;
