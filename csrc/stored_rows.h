@@ -66,7 +66,7 @@ inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Re
     }
 }
 
-constexpr int64_t kAheadInRowTokens = 4;  // not faster with more
+constexpr int64_t kAheadInRowTokens = 4;  // with more it is no faster
 
 // Has rows of float32 or int8 fetch themselves from a number of bytes on, in place of the rows that come next, where
 // `tokens`, all that meet them, are few. They fetch as many bytes behind their ends.
