@@ -11,7 +11,7 @@ from rich.console import Console
 from moestro import machine
 from moestro.bench import Report, Row
 from moestro.bench.plot import _styles, roofline
-from moestro.bench.report import tables, verdict
+from moestro.bench.report import machine_line, tables, verdict
 from moestro.errors import InvalidInputError
 from moestro.machine import Roof
 from page import markdown
@@ -148,6 +148,12 @@ def quantised(report: Report) -> Report:
         replace(ours, variant="late", kind="peer", status="wrong output", reason="far", **NOTHING),
     ]
     return report
+
+
+def test_masked_features_are_told(report: Report) -> None:
+    machine = {**report.machine, "features": ["avx2", "avx512f"], "masked_features": ["avx512f"]}
+    assert machine_line(machine).endswith(", avx2, avx512f, avx512f masked")
+    assert "masked" not in machine_line({**machine, "masked_features": []})
 
 
 def test_quantised_weights_show_formats_and_errors(quantised: Report) -> None:
