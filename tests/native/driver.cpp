@@ -35,6 +35,8 @@ namespace {
 std::mt19937 generator(1);
 int64_t among(std::initializer_list<int64_t> values) { return values.begin()[generator() % values.size()]; }
 
+int64_t g_most_multiplications = INT64_MAX;  // of a layer's first projection with more than two tokens
+
 // Exactly so many bytes; random ones that no format reads as NaN or as very large.
 struct Bytes {
     std::unique_ptr<uint8_t[]> data;
@@ -99,7 +101,8 @@ bool are_close(const uint8_t* a, const uint8_t* b, Element dtype, int64_t count,
     double difference = 0, size = 0;
     for (int64_t i = 0; i < count; ++i) {
         const double x = value(a, dtype, i), y = value(b, dtype, i);
-        if (!std::isfinite(x) || !std::isfinite(y)) continue;  // float16 overflows in either
+        if (!std::isfinite(x) || !std::isfinite(y)) continue;           // float16 overflows in either
+        if (std::max(std::fabs(x), std::fabs(y)) < 0x1p-126) continue;  // vdpbf16ps takes such numbers as 0
         difference += (x - y) * (x - y), size += std::max(x * x, y * y);
     }
     return std::sqrt(difference) <= bound * std::sqrt(size);
@@ -116,7 +119,8 @@ bool like_portable(const Isa& isa, Call call) {
     const Bytes out(count * size);
     call.out = out.data.get();
     expert_mlp(portable, call);
-    const double bound = call.int8_input ? 0.05 : call.out_dtype == Element::f32 ? 1e-5 : 0.02;
+    const double exact = call.intermediate_size < 16 ? 1e-3 : 1e-5;  // each of so few may be a sum that nearly cancels
+    const double bound = call.int8_input ? 0.05 : call.out_dtype == Element::f32 ? exact : 0.02;
     return are_close(out.data.get(), found, call.out_dtype, count, bound);
 }
 
@@ -126,23 +130,27 @@ int64_t width(Element e, int64_t lanes) {
     return among({1, 3, 7, lanes - 1, lanes, lanes + 1, 8 * lanes + 2, 150, 31, 32, 33, 1025, 2051});
 }
 
-// One layer, computed with one thread and then in other ways; whether all gave the same bits.
-bool same_bits(const Isa& isa) {
-    const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || generator() % 2);
-    const bool bfloat16 = !tiled && !int8 && isa.bfloat16 && generator() % 2;  // all of it, or by chance almost never
-    const auto element = [&] {
+// One layer, computed with one thread and then in other ways; whether all gave the same bits. Twice as many rounds as
+// there are elements meet each with tokens as they are and, where the set has that, with int8 ones.
+bool same_bits(const Isa& isa, unsigned round) {
+    const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || round / kNumElements % 2);
+    const bool bfloat16 = !tiled && !int8 && isa.bfloat16 && kElements[round % kNumElements].element == Element::bf16 &&
+                          round / kNumElements % 4 == 0;  // all of it, or by chance almost never
+    const auto element = [&](unsigned from) {
         if (bfloat16) return Element::bf16;
-        for (;;) {
-            const ElementFacts& found = kElements[generator() % kNumElements];
+        for (;; ++from) {
+            const ElementFacts& found = kElements[from % kNumElements];
             if (tiled ? found.has_tiles : !int8 || found.is_integer) return found.element;
         }
     };
-    const Element first = element(), last = element();
+    const Element first = element(round), last = element(generator());
     Call call;
     call.int8_input = int8;
     call.hidden_size = width(first, isa.lanes), call.intermediate_size = width(last, isa.lanes);
-    call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8}),
-    call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
+    call.num_experts = among({1, 3, 9}), call.top_k = among({1, 2, 8});
+    do call.num_tokens = among({1, 2, 5, 7, 16, 97, 200});
+    while (call.num_tokens > 2 &&
+           call.num_tokens * call.top_k * call.hidden_size * call.intermediate_size > g_most_multiplications);
     call.activation.kind = static_cast<Kind>(generator() % kNumKinds);
     call.activation.gated = generator() % 2, call.activation.interleaved = call.activation.gated && generator() % 2;
     call.activation.limited = true, call.activation.limit = 7.0f;
@@ -223,11 +231,11 @@ bool same_linear(const Isa& isa) {
 }
 
 // One packed projection: nearly that of the portable set, with the same bits on any number of threads.
-bool same_packed(const Isa& isa) {
+bool same_packed(const Isa& isa, unsigned round) {
     if (!isa.tiles && !isa.four_rows) return true;
     const auto dtype = isa.tiles ? Element::bf16 : static_cast<Element>(generator() % 3);
-    Element element = Element::f32;
-    while (!has_scale(element)) element = kElements[generator() % kNumElements].element;
+    Element element = kElements[round % kNumElements].element;
+    while (!has_scale(element)) element = kElements[++round % kNumElements].element;
     const int64_t W = isa.lanes, size = dtype == Element::f32 ? 4 : 2, tokens = among({1, 2, 5, 17, 49, 97, 200});
     const int64_t rows = among({1, 2, 3, 15, 16, 17, 33, 65, 200, 417}),
                   columns = is_nibble(element) ? among({64, 192, 8 * W + 64, 1088})
@@ -428,12 +436,13 @@ bool right_routing() {
 
 int main(int argc, char** argv) {
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
+    if (argc > 2) g_most_multiplications = std::atoll(argv[2]);
     for (int i = 0; i < kNumIsas; ++i) {
         if (!kIsas[i]->runs_here()) continue;
         generator.seed(1);
         for (int r = 0; r < rounds; ++r)
             for (const bool alone : {false, true})
-                if (!(alone ? same_linear : same_bits)(*kIsas[i])) {
+                if (!(alone ? same_linear(*kIsas[i]) : same_bits(*kIsas[i], r))) {
                     std::printf("%s: bits of a %s differ in round %d\n", kIsas[i]->name, alone ? "projection" : "layer",
                                 r);
                     return 1;
@@ -443,7 +452,7 @@ int main(int argc, char** argv) {
     generator.seed(1);
     for (int i = 0; i < kNumIsas; ++i)
         for (int r = 0; kIsas[i]->runs_here() && r < rounds; ++r)
-            if (!same_packed(*kIsas[i])) {
+            if (!same_packed(*kIsas[i], r)) {
                 std::printf("%s: a packed projection differs in round %d\n", kIsas[i]->name, r);
                 return 1;
             }
