@@ -4,10 +4,11 @@
 
 Needs a compiler for ARM64 and qemu's user mode: Debian's `g++-aarch64-linux-gnu` and `qemu-user`. Without them it says
 so and ends with 0. With each of the sets the driver computes random layers and projections and compares them with the
-portable set, whose bits must be those that this machine's own compiler gives. In sixteen rounds
-every format is the first projection of a layer with tokens as they are, where the set has that of one with int8 tokens,
-and twice a packed projection. Layers of more than two tokens have at most so many multiplications in their down
-projection.
+portable set, whose bits must be those that this machine's own compiler gives.
+
+In sixteen rounds every element (csrc/elements.h) is that of a layer's first projection, and the integers are that again
+with int8 tokens; those that have scales are packed projections twice. Layers of more than two tokens have at most so
+many multiplications in their down projection.
 """
 
 from __future__ import annotations

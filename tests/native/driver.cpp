@@ -139,7 +139,7 @@ bool parts_a_tile(const Projection& p) {
 }
 
 // One layer, computed with one thread and then in other ways; whether all gave the same bits. Twice as many rounds as
-// there are elements meet each with tokens as they are and, where the set has that, with int8 ones.
+// there are elements meet each with tokens as they are and, where the set has them, each integer with int8 tokens.
 bool same_bits(const Isa& isa, unsigned round) {
     const bool tiled = isa.tiles != nullptr, int8 = isa.int8 && (!isa.four_rows || round / kNumElements % 2);
     const bool bfloat16 = !tiled && !int8 && isa.bfloat16 && kElements[round % kNumElements].element == Element::bf16 &&
