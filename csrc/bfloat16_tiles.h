@@ -1,6 +1,7 @@
 // Experts in tiles of bfloat16: 16 rows of weights, bfloat16 as they lie or panels that were decoded, times 16 tokens
 // whose values were put in pairs. Who includes this says how a product is made, `set_width`, `product`,
-// `packed_product`, and before it up to how many tokens a tile is narrow and takes less time: `kNarrow`, or 0.
+// `packed_product`, and before it up to how many tokens a tile is narrow and takes less time: `kNarrow`, or 0; and how
+// many blocks of columns all tiles meet before the next ones: `kPieceBlocks`, or 0 where a tile meets all at once.
 //
 // A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever
 // else is in the tile. What stands between the projections is rounded to bfloat16.
@@ -13,6 +14,7 @@
 namespace MOESTRO_ISA {
 
 constexpr int64_t kTileWords = kTile * kTile;
+constexpr int64_t kMostTiles = (moestro::kTokenBlock + kTile - 1) / kTile;
 
 MOESTRO_INLINE __m512i to_bfloat16(__m512 v) {
     const __m512i bits = _mm512_castps_si512(v);
@@ -85,11 +87,17 @@ static Source source_of(const TileRows& w, uint8_t* scratch) {
     return s;
 }
 
+struct Piece {
+    int64_t first, blocks;  // of 32 columns
+    bool fetches;           // the rows that follow
+};
+
 // From now on a tile has so many tokens.
 static void set_width(int width);
-// c[tile][half][row][token] for one or two tiles of tokens, `step` words apart, the last of which is narrow, or not.
+// Adds a piece to c[tile][half][row][token], or writes there what all columns give, for one or two tiles of tokens,
+// `step` words apart, the last of which is narrow, or not.
 template <int Tiles, bool Narrow>
-static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c);
+static void product(const Source& s, Piece piece, const uint32_t* x, int width, int64_t step, float* c);
 // The same from panels: those of all columns stand one after the other in `panels`, or two take turns.
 template <int Tiles, bool Narrow, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
                                                                             bool decode, bool keep, const uint32_t* x,
@@ -99,11 +107,9 @@ template <int Tiles, bool Narrow> struct Taken {
     static constexpr int kTiles = Tiles;
     static constexpr bool kNarrow = Narrow;
 };
-// Calls multiply(first tile, Taken) for tiles two by two, and then each(tile, its sums [half][row][token]) for these.
-// Of an odd number one is by itself: the last, or the first where the last is narrow. A narrow tile takes least time
-// beside another one.
-template <class Multiply, class Each>
-MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, float* c, Multiply multiply, Each each) {
+// Calls multiply(first tile, Taken) for tiles two by two. Of an odd number one is by itself: the last, or the first
+// where the last is narrow. A narrow tile takes least time beside another one.
+template <class Multiply> MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, Multiply multiply) {
     const bool narrow = last_tokens <= kNarrow;
     int taken = narrow && tiles % 2 ? 1 : 2;
     for (int64_t t = 0; t < tiles; t += taken, taken = 2) {
@@ -115,7 +121,6 @@ MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, float* c, Multipl
         }
         if (!ends_narrow && taken == 2) multiply(t, Taken<2, false>());
         else if (!ends_narrow) multiply(t, Taken<1, false>());
-        for (int i = 0; i < taken; ++i) each(t + i, c + 2 * i * kTileWords);
     }
 }
 
@@ -130,12 +135,14 @@ template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, con
         with_decoder(p, [&](const auto& decoder) {
             packed_product<T::kTiles, T::kNarrow>(decoder, panels, t == 0, tiles > 2, x + t * step, step, c);
         });
+        for (int i = 0; i < T::kTiles; ++i) {
+            float* const sums = c + 2 * i * kTileWords;
+            for (int row = 0; row < 2 * kTile; ++row)
+                store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
+            each(t + i, sums);
+        }
     };
-    two_by_two(tiles, w.last_tokens, c, multiply, [&](int64_t t, float* sums) __attribute__((always_inline)) {
-        for (int row = 0; row < 2 * kTile; ++row)
-            store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
-        each(t, sums);
-    });
+    two_by_two(tiles, w.last_tokens, multiply);
 }
 
 // Calls each(tile, its sums [half][row][token]) for every tile of tokens.
@@ -145,11 +152,17 @@ MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles
     set_width(w.width);
     if (w.element != Element::bf16) return packed_products(w, x, step, tiles, scratch, each);
     const Source s = source_of(w, scratch);
-    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay zero
-    const auto multiply = [&](int64_t t, auto taken) {
-        product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(s, x + t * step, w.width, step, c);
-    };
-    two_by_two(tiles, w.last_tokens, c, multiply, each);
+    constexpr int64_t kTileSums = 2 * kTileWords;  // of a tile
+    alignas(64) float c[kMostTiles * kTileSums];
+    std::memset(c, 0, static_cast<size_t>(tiles * kTileSums) * sizeof(float));  // lanes without a token stay zero
+    const int64_t blocks = s.whole + s.has_last, at_once = kPieceBlocks ? kPieceBlocks : blocks;
+    for (int64_t first = 0; first < blocks; first += at_once)
+        two_by_two(tiles, w.last_tokens, [&](int64_t t, auto taken) __attribute__((always_inline)) {
+            const Piece piece{first, blocks - first < at_once ? blocks - first : at_once, t == 0};
+            product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(s, piece, x + t * step, w.width, step,
+                                                                       c + t * kTileSums);
+        });
+    for (int64_t t = 0; t < tiles; ++t) each(t, c + t * kTileSums);
 }
 
 // The first rows of each half are gate's and up's (gated), or the lower and the upper half of 32 columns of h.

@@ -3,7 +3,8 @@
 #define MOESTRO_ISA moestro_amx
 namespace MOESTRO_ISA {
 constexpr int kNarrow = 0;
-}
+constexpr int kPieceBlocks = 0;
+}  // namespace MOESTRO_ISA
 #include "../vec_avx512.h"
 #include "../bfloat16_tiles.h"
 #include "shared.h"
@@ -34,7 +35,8 @@ static void set_width(int width) {
 static void begin() { configure(kTile); }
 static void end() { _tile_release(); }
 
-template <int Tiles, bool> static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
+template <int Tiles, bool>
+static void product(const Source& s, Piece, const uint32_t* x, int width, int64_t step, float* c) {
     __asm__ volatile("" ::: "memory");  // gcc 12 does not know that tiles are loaded from memory that was just written
     _tile_zero(0);
     _tile_zero(1);

@@ -2,8 +2,9 @@
 // is broadcast from where it lies.
 #define MOESTRO_ISA moestro_avx512_bf16
 namespace MOESTRO_ISA {
-constexpr int kNarrow = 8;  // of vectors of half the size
-}
+constexpr int kNarrow = 8;       // of vectors of half the size
+constexpr int kPieceBlocks = 8;  // of which x stays in the first cache while all rows pass, these in the second
+}  // namespace MOESTRO_ISA
 #include "../bytes_avx512.h"
 #include "../bfloat16_tiles.h"
 #include "../e4m3_dots.h"
@@ -16,8 +17,7 @@ static void begin() {}
 static void end() {}
 static void set_width(int) {}
 
-constexpr int kOnce = 8;             // rows of weights whose sums stay in registers
-constexpr int64_t kPieceBlocks = 8;  // of 32 columns, of which x stays in the first cache while all rows pass
+constexpr int kOnce = 8;  // rows of weights whose sums stay in registers
 
 // Rows of weights from a block of 32 columns on: `stride` bytes from one row to the next, `block_stride` from one block
 // of a row to the next. With scales, `room` apart, sums of these blocks are multiplied by the scale of their row.
@@ -97,24 +97,20 @@ template <int Tiles, bool Narrow> MOESTRO_INLINE void add_block_products(const B
 }
 
 template <int Tiles, bool Narrow>
-static void product(const Source& s, const uint32_t* x, int width, int64_t step, float* c) {
-    constexpr int64_t kApart = 2 * kTileWords;
-    std::memset(c, 0, Tiles * kApart * sizeof(float));
-    for (int64_t k = 0; k < s.whole; k += kPieceBlocks) {
-        const int64_t n = s.whole - k < kPieceBlocks ? s.whole - k : kPieceBlocks;
-        const uint32_t* piece = x + k * kTile * width;
-        for (int r = 0; r < 2 * kTile; r += kOnce) {
-            const int half = r / kTile, row = r % kTile;
-            BlockRows rows{s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], 64};
-            if (s.next[0]) rows.next = s.next[half] + row * s.next_stride[half] + k * 64;
-            rows.next_stride = s.next_stride[half];
-            add_block_products<Tiles, Narrow>(rows, n, piece, width, step, c + r * kTile, kApart);
-        }
+static void product(const Source& s, Piece piece, const uint32_t* x, int width, int64_t step, float* c) {
+    const int64_t k = piece.first, whole = k + piece.blocks < s.whole ? piece.blocks : s.whole - k;
+    for (int r = 0; r < 2 * kTile; r += kOnce) {
+        const int half = r / kTile, row = r % kTile;
+        BlockRows rows{s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], 64};
+        if (piece.fetches && s.next[0]) rows.next = s.next[half] + row * s.next_stride[half] + k * 64;
+        rows.next_stride = s.next_stride[half];
+        add_block_products<Tiles, Narrow>(rows, whole, x + k * kTile * width, width, step, c + r * kTile,
+                                          2 * kTileWords);
     }
-    if (!s.has_last) return;
+    if (k + piece.blocks <= s.whole) return;
     for (int r = 0; r < 2 * kTile; r += kOnce)
         add_block_products<Tiles, Narrow>({s.last[r / kTile] + r % kTile * 64, 64, 64}, 1, x + s.whole * kTile * width,
-                                          width, step, c + r * kTile, kApart);
+                                          width, step, c + r * kTile, 2 * kTileWords);
 }
 
 // Blocks of a panel whose columns share their scales.
