@@ -21,7 +21,7 @@ from moestro.hf import norms
 from moestro.hf.expert_steps import expert_step_for
 from moestro.hf.pending import Chain, Later, Pending, settled
 from moestro.hf.stand_in import KEPT, is_served, is_untouched, stand_in, with_parts
-from moestro.hf.step import FUNCTIONS, Position, Step, Steps, is_made_of_linears, step_for
+from moestro.hf.step import FUNCTIONS, Position, Step, Steps, attention_of, is_made_of_linears, step_for
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
 from moestro.ops.dispatch import is_unwatched
@@ -178,7 +178,7 @@ def _given(module: Any, x: Any, named: dict[str, Any]) -> tuple[Tensor, Position
         return None
     if type(x) is not Tensor or x.dim() != 3 or x.shape[1] != 1:
         return None
-    if not is_unwatched(PROJECTION, ATTENTION) or module.config._attn_implementation not in FUNCTIONS:
+    if not is_unwatched(PROJECTION, ATTENTION) or attention_of(module) not in FUNCTIONS:
         return None
     position = named["position_embeddings"]
     return (x.contiguous(), position) if _fits(x, position) else None
@@ -186,13 +186,13 @@ def _given(module: Any, x: Any, named: dict[str, Any]) -> tuple[Tensor, Position
 
 def _fits(x: Tensor, position: Any) -> bool:
     """Whether tokens and the angles of their positions are rows of one dtype in memory here."""
-    if not isinstance(position, tuple) or len(position) != 2 or not x.is_cpu or not len(x) or x.is_neg():
+    if not isinstance(position, tuple) or len(position) != 2 or not x.is_cpu or not x.shape[0] or x.is_neg():
         return False
     cos, sin = position
     for angles in position:
         if type(angles) is not Tensor or angles.dtype != x.dtype or angles.dim() != 3 or not angles.is_cpu:
             return False
-    rows = len(cos) in (1, len(x)) and cos.shape[1] == 1 and cos.stride(2) == 1
+    rows = cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == 1 and cos.stride(2) == 1
     return bool(rows and cos.shape == sin.shape and cos.stride() == sin.stride())
 
 

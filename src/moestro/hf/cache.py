@@ -34,7 +34,7 @@ class AppendingLayer(DynamicLayer):
     def take(self) -> tuple[Tensor, Tensor]:
         """Count in the token for which `room` was given; the result is all that it attends to."""
         (key_memory, value_memory), length = self._memory, self.keys.shape[-2] + 1
-        self.keys, self.values = key_memory[:, :, :length], value_memory[:, :, :length]
+        self.keys, self.values = key_memory.narrow(2, 0, length), value_memory.narrow(2, 0, length)
         return self.keys, self.values
 
     def update(
@@ -116,7 +116,7 @@ def _room(
         if not follows or not fits or memory.shape[:2] != (batch, heads) or not _is_writable(memory):
             return None
     key_memory, value_memory = both
-    return key_memory[:, :, end], value_memory[:, :, end]
+    return key_memory.select(2, end), value_memory.select(2, end)
 
 
 def grown(states: Tensor, used: int, capacity: int) -> Tensor:

@@ -55,7 +55,7 @@ class ExpertStep:
         PyTorch's own operations take."""
         out = torch.empty_strided(x.shape, (x.stride(0), x.stride(0), 1), dtype=x.dtype, device=x.device)
         rounded, to = native.FLOATS[self.route.dtypes[1]], (residual.data_ptr(), out.data_ptr())
-        given = torch.get_num_threads(), len(x), x.data_ptr(), x.stride(0), self.handle, rounded, *to
+        given = torch.get_num_threads(), x.shape[0], x.data_ptr(), x.stride(0), self.handle, rounded, *to
         return Later(((self.route.engine.run_experts, given),), (out,), (self, x, residual))
 
 
@@ -91,7 +91,7 @@ def expert_step_for(block: Any, x: Tensor) -> ExpertStep | None:
     if strategy is None:
         return None
     how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), settings.current(), measures()
-    key = len(x), x.dtype, strategy, how
+    key = x.shape[0], x.dtype, strategy, how
     state = plain_values(block), plain_values(router), own_forward(block), type(router)
     known, weights = kept.by_call.get(key), weights_of(experts)
     if known is None or known[0] != state or not (known[1] is None or known[1].is_current(router, weights)):

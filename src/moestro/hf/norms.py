@@ -87,8 +87,12 @@ def _normalised(module: nn.Module, forward: Any, x: Any, *others: Any) -> Tensor
 
 def epsilon(module: nn.Module) -> float | None:
     """What a norm adds to the mean square."""
-    found = (module.__dict__.get(name) for name in _EPSILONS)
-    return next((value for value in found if isinstance(value, float)), None)
+    state = module.__dict__
+    for name in _EPSILONS:
+        value = state.get(name)
+        if isinstance(value, float):
+            return value
+    return None
 
 
 def _state(module: nn.Module, dtype: torch.dtype) -> tuple[list[Layout], torch.dtype, float | None]:

@@ -65,14 +65,17 @@ def with_parts(module: nn.Module, **parts: Any) -> Any:
 
 def plain_values(module: nn.Module) -> tuple[Any, ...]:
     """The numbers, texts and switches of a module, which its forward may read."""
-    return tuple(value for value in module.__dict__.values() if type(value) in _PLAIN)
+    return tuple([value for value in module.__dict__.values() if type(value) in _PLAIN])
 
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own or put into
     its class since, nobody told of it."""
     cls: Any = type(module)
-    if "forward" in module.__dict__ or not is_called_as_is(module):
+    state = module.__dict__
+    if "forward" in state or state["_forward_hooks"] or state["_forward_pre_hooks"]:
+        return False
+    if cls._call_impl is not nn.Module._call_impl:
         return False
     own: Any = getattr(cls, "_moestro_own_class", None)
     return own is None or own.forward is cls._moestro_own_forward

@@ -94,7 +94,7 @@ class Step:
         """The calls that give what `run` gives, none of which reads numbers before it runs; the cache counts the new
         token in. None, and nothing has changed, where the cache has no room for it, or a mask is none that the engine
         reads."""
-        (_, groups, columns, _), batch = self.sizes, len(x)
+        (_, groups, columns, _), batch = self.sizes, x.shape[0]
         layer = _appending(past, module.layer_idx)
         room = None if layer is None else layer.room((batch, groups, columns), x.dtype)
         if layer is None or room is None or not layer.keys.is_cpu:
@@ -109,7 +109,7 @@ class Step:
 
     def _projects(self, x: Tensor, position: Position, rooms: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Call]:
         """Memory for queries, new keys and new values, and the call that writes them there and to rooms in a cache."""
-        (heads, groups, columns, _), batch = self.sizes, len(x)
+        (heads, groups, columns, _), batch = self.sizes, x.shape[0]
         made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype, device=x.device)
         turned = (*_angles(position), self.turn.columns, self.turn.second)
         given = self.threads, batch, x.data_ptr(), x.stride(0), turned, made.data_ptr(), *rooms
@@ -117,7 +117,7 @@ class Step:
 
     def _attends(self, x: Tensor, made: Tensor, seen: tuple[Tensor, Tensor], mask: Tensor | None) -> Later:
         """The call that attends to keys and values by what `_projects` made."""
-        wide, batch, (key, value) = self.sizes[3], len(x), seen
+        wide, batch, (key, value) = self.sizes[3], x.shape[0], seen
         rows = None if mask is None else added_rows(mask, x)
         added = (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
         out = torch.empty_strided((batch, 1, wide), (wide, wide, 1), dtype=x.dtype, device=x.device)
@@ -132,7 +132,7 @@ class Step:
         self, module: Any, x: Tensor, position: Position, mask: Tensor | None, past: Any
     ) -> tuple[Tensor, Tensor]:
         """What `run` gives, by the cache's own way to keep new keys and values."""
-        (heads, groups, columns, _), batch = self.sizes, len(x)
+        (heads, groups, columns, _), batch = self.sizes, x.shape[0]
         made, (project, given) = self._projects(x, position, (_NOWHERE, _NOWHERE))
         project(*given)
         keys = made[batch * heads * columns :].view(2, batch, groups, 1, columns)
@@ -168,7 +168,7 @@ def _appending(past: Any, index: int) -> AppendingLayer | AppendingWindow | None
 def _angles(position: Position) -> tuple[int, int, int]:
     """Where they lie, and how far those of one sequence are from those of the next."""
     cos, sin = position
-    return cos.data_ptr(), sin.data_ptr(), cos.stride(0) if len(cos) > 1 else 0
+    return cos.data_ptr(), sin.data_ptr(), cos.stride(0) if cos.shape[0] > 1 else 0
 
 
 def _can_read(key: Tensor, value: Tensor, mask: Tensor | None, sizes: tuple[int, int, int], dtype: torch.dtype) -> bool:
@@ -190,6 +190,12 @@ def _can_read_mask(mask: Tensor | None, batch: int, num_keys: int, dtype: torch.
     return is_one_row(mask, batch, num_keys, dtype) and mask.stride(3) == 1 and is_ordinary(mask)
 
 
+def attention_of(module: Any) -> str | None:
+    """What its configuration names; a configuration's own way to look up an attribute takes as long as ten others."""
+    found: str | None = object.__getattribute__(module.config, "__dict__").get("_attn_implementation_internal")
+    return module.config._attn_implementation if found is None else found
+
+
 def step_for(
     holder: nn.Module, module: Any, around: Around, given: tuple[Tensor, Position], agrees: Callable[[Step], bool]
 ) -> Step | str:
@@ -205,8 +211,8 @@ def step_for(
         steps.last = "a part of it has a hook, or a forward of its own"
         return steps.last
     kinds, tensors = (*plain_values(holder), *parts[0]), parts[1]
-    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), module.config._attn_implementation
-    key = len(x), x.dtype, position[0].shape[2], how
+    how = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), attention_of(module)
+    key = x.shape[0], x.dtype, position[0].shape[2], how
     state, found = (kinds, layout_key(tensors)), steps.by_call.get(key)
     if found is None or found[0] != state:
         found = steps.by_call[key] = state, _made(module, around, given, agrees)
