@@ -1,6 +1,6 @@
 // Experts in tiles of bfloat16: 16 rows of weights, bfloat16 as they lie or panels that were decoded, times 16 tokens
 // whose values were put in pairs. Who includes this says how a product is made, `set_width`, `product`,
-// `packed_product`, and before it up to how many tokens a tile is narrow and takes less time: `kNarrow`, or 0; and how
+// `multiply_packed`, and before it up to how many tokens a tile is narrow and takes less time: `kNarrow`, or 0; and how
 // many blocks of columns all tiles meet before the next ones: `kPieceBlocks`, or 0 where a tile meets all at once.
 //
 // A product is a matrix [weight row][token] of float32. The sum of an output runs over the columns in order, whatever
@@ -98,10 +98,15 @@ static void set_width(int width);
 // `step` words apart, the last of which is narrow, or not.
 template <int Tiles, bool Narrow>
 static void product(const Source& s, Piece piece, const uint32_t* x, int width, int64_t step, float* c);
-// The same from panels: those of all columns stand one after the other in `panels`, or two take turns.
-template <int Tiles, bool Narrow, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
-                                                                            bool decode, bool keep, const uint32_t* x,
-                                                                            int64_t step, float* c);
+// Tiles of tokens, `step` words apart, the last of which has so many.
+struct Tokens {
+    const uint32_t* x;
+    int64_t tiles, step;
+    int last_tokens;
+};
+// c[tile][half][row][token] of all tiles, from panels, for which there is room.
+template <class Decoder>
+static void multiply_packed(const Decoder& decoder, uint16_t* panels, const Tokens& tokens, float* c);
 
 template <int Tiles, bool Narrow> struct Taken {
     static constexpr int kTiles = Tiles;
@@ -109,8 +114,9 @@ template <int Tiles, bool Narrow> struct Taken {
 };
 // Calls multiply(first tile, Taken) for tiles two by two. Of an odd number one is by itself: the last, or the first
 // where the last is narrow. A narrow tile takes least time beside another one.
-template <class Multiply> MOESTRO_INLINE void two_by_two(int64_t tiles, int last_tokens, Multiply multiply) {
-    const bool narrow = last_tokens <= kNarrow;
+template <class Multiply> MOESTRO_INLINE void two_by_two(const Tokens& tokens, Multiply multiply) {
+    const int64_t tiles = tokens.tiles;
+    const bool narrow = tokens.last_tokens <= kNarrow;
     int taken = narrow && tiles % 2 ? 1 : 2;
     for (int64_t t = 0; t < tiles; t += taken, taken = 2) {
         if (tiles - t < taken) taken = 1;
@@ -124,44 +130,34 @@ template <class Multiply> MOESTRO_INLINE void two_by_two(int64_t tiles, int last
     }
 }
 
-template <class Each> MOESTRO_INLINE void packed_products(const TileRows& w, const uint32_t* x, int64_t step,
-                                                          int64_t tiles, uint8_t* scratch, Each each) {
-    alignas(64) float c[4 * kTileWords] = {};  // lanes without a token stay zero
-    float factors[2 * kTile];
-    const Packed p = packed_of(w, reinterpret_cast<float*>(scratch), factors);
-    auto* panels = reinterpret_cast<uint16_t*>(scratch + round_up(4 * kTile * p.room * 4, 64));
-    const auto multiply = [&](int64_t t, auto taken) {
-        using T = decltype(taken);
-        with_decoder(p, [&](const auto& decoder) {
-            packed_product<T::kTiles, T::kNarrow>(decoder, panels, t == 0, tiles > 2, x + t * step, step, c);
+static void multiply_stored(const Source& s, int width, const Tokens& tokens, float* c) {
+    const int64_t blocks = s.whole + s.has_last, at_once = kPieceBlocks ? kPieceBlocks : blocks;
+    for (int64_t first = 0; first < blocks; first += at_once)
+        two_by_two(tokens, [&](int64_t t, auto taken) __attribute__((always_inline)) {
+            const Piece piece{first, blocks - first < at_once ? blocks - first : at_once, t == 0};
+            product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(s, piece, tokens.x + t * tokens.step, width,
+                                                                       tokens.step, c + 2 * t * kTileWords);
         });
-        for (int i = 0; i < T::kTiles; ++i) {
-            float* const sums = c + 2 * i * kTileWords;
-            for (int row = 0; row < 2 * kTile; ++row)
-                store(sums + row * kTile, load(sums + row * kTile) * set1(factors[row]));
-            each(t + i, sums);
-        }
-    };
-    two_by_two(tiles, w.last_tokens, multiply);
 }
 
 // Calls each(tile, its sums [half][row][token]) for every tile of tokens.
 template <class Each>
 MOESTRO_INLINE void products(const TileRows& w, const uint32_t* x, int64_t tiles, uint8_t* scratch, Each each) {
-    const int64_t step = moestro::tile_words(w.columns);
-    set_width(w.width);
-    if (w.element != Element::bf16) return packed_products(w, x, step, tiles, scratch, each);
-    const Source s = source_of(w, scratch);
-    constexpr int64_t kTileSums = 2 * kTileWords;  // of a tile
+    const Tokens tokens{x, tiles, moestro::tile_words(w.columns), w.last_tokens};
+    constexpr int64_t kTileSums = 2 * kTileWords;
     alignas(64) float c[kMostTiles * kTileSums];
     std::memset(c, 0, static_cast<size_t>(tiles * kTileSums) * sizeof(float));  // lanes without a token stay zero
-    const int64_t blocks = s.whole + s.has_last, at_once = kPieceBlocks ? kPieceBlocks : blocks;
-    for (int64_t first = 0; first < blocks; first += at_once)
-        two_by_two(tiles, w.last_tokens, [&](int64_t t, auto taken) __attribute__((always_inline)) {
-            const Piece piece{first, blocks - first < at_once ? blocks - first : at_once, t == 0};
-            product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(s, piece, x + t * step, w.width, step,
-                                                                       c + t * kTileSums);
-        });
+    set_width(w.width);
+    if (w.element == Element::bf16) {
+        multiply_stored(source_of(w, scratch), w.width, tokens, c);
+    } else {
+        float factors[2 * kTile];
+        const Packed p = packed_of(w, reinterpret_cast<float*>(scratch), factors);
+        auto* panels = reinterpret_cast<uint16_t*>(scratch + round_up(4 * kTile * p.room * 4, 64));
+        with_decoder(p, [&](const auto& decoder) { multiply_packed(decoder, panels, tokens, c); });
+        for (int64_t row = 0; row < tiles * 2 * kTile; ++row)
+            store(c + row * kTile, load(c + row * kTile) * set1(factors[row % (2 * kTile)]));
+    }
     for (int64_t t = 0; t < tiles; ++t) each(t, c + t * kTileSums);
 }
 

@@ -129,9 +129,9 @@ template <int Tiles> static void add_scaled(const Packed& p, int64_t first, int6
     }
 }
 
-template <int Tiles, bool, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
-                                                                     bool decode, bool keep, const uint32_t* x,
-                                                                     int64_t step, float* c) {
+// From panels: those of all columns stand one after the other in `panels`, or two take turns.
+template <int Tiles, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels, bool decode,
+                                                               bool keep, const uint32_t* x, int64_t step, float* c) {
     const Packed& p = decoder.p;
     const int width = p.rows->width;
     const bool by_group = p.scaled == Scaled::group;
@@ -166,6 +166,14 @@ template <int Tiles, bool, class Decoder> static void packed_product(const Decod
         groups = 0;
     }
     if (!by_group) store_tiles<Tiles>(c);
+}
+
+template <class Decoder>
+static void multiply_packed(const Decoder& decoder, uint16_t* panels, const Tokens& tokens, float* c) {
+    two_by_two(tokens, [&](int64_t t, auto taken) {
+        packed_product<decltype(taken)::kTiles>(decoder, panels, t == 0, tokens.tiles > 2, tokens.x + t * tokens.step,
+                                                tokens.step, c + 2 * t * kTileWords);
+    });
 }
 
 static const moestro::TileOps kTileOps = {begin, end, pack, gate_up, down};

@@ -119,30 +119,37 @@ MOESTRO_INLINE int64_t blocks_of_group(const Packed& p) {
     return fits ? (p.group < kPanel ? p.group : kPanel) / kColumns : 1;
 }
 
-template <int Tiles, bool Narrow, class Decoder> static void packed_product(const Decoder& decoder, uint16_t* panels,
-                                                                            bool decode, bool keep, const uint32_t* x,
-                                                                            int64_t step, float* c) {
-    constexpr int64_t kApart = 2 * kTileWords, kBlockWords = 2 * kTile * kColumns, kRowBytes = kColumns * 2;
-    const Packed& p = decoder.p;
+// Adds the products of the blocks of a panel, the first of which is given.
+template <int Tiles, bool Narrow> MOESTRO_INLINE void panel_product(const Packed& p, const uint16_t* panel,
+                                                                    int64_t first, const uint32_t* x, int64_t step,
+                                                                    float* c) {
+    constexpr int64_t kBlockWords = 2 * kTile * kColumns, kRowBytes = kColumns * 2, kInPanel = kPanel / kColumns;
     const int width = p.rows->width;
-    const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords, in_panel = kPanel / kColumns;
     const bool by_group = p.scaled == Scaled::group;
-    const int64_t at_once = by_group ? blocks_of_group(p) : in_panel;
-    std::memset(c, 0, Tiles * kApart * sizeof(float));
-    for (int64_t k = 0; k < blocks; k += in_panel) {
-        uint16_t* const panel = panels + (keep ? k / in_panel * kPanelWords : 0);
-        for (int r = 0; r < 2 * kTile && decode; r += kPart) decoder.part(k * kColumns, r, panel);
-        const int64_t end = k + in_panel < blocks ? k + in_panel : blocks;
-        for (int64_t b = k; b < end; b += at_once) {
-            const auto* tile = reinterpret_cast<const uint8_t*>(panel + (b - k) * kBlockWords);
-            for (int r = 0; r < 2 * kTile; r += kOnce) {
-                BlockRows rows{tile + r * kRowBytes, kRowBytes, kBlockWords * 2};
-                if (by_group) rows.scales = p.scales + r * p.room + b * kColumns / p.group;
-                rows.room = p.room;
-                add_block_products<Tiles, Narrow>(rows, end - b < at_once ? end - b : at_once, x + b * kTile * width,
-                                                  width, step, c + r * kTile, kApart);
-            }
+    const int64_t blocks = moestro::tile_words(p.rows->columns) / kTileWords,
+                  at_once = by_group ? blocks_of_group(p) : kInPanel,
+                  end = first + kInPanel < blocks ? first + kInPanel : blocks;
+    for (int64_t b = first; b < end; b += at_once) {
+        const auto* tile = reinterpret_cast<const uint8_t*>(panel + (b - first) * kBlockWords);
+        for (int r = 0; r < 2 * kTile; r += kOnce) {
+            BlockRows rows{tile + r * kRowBytes, kRowBytes, kBlockWords * 2};
+            if (by_group) rows.scales = p.scales + r * p.room + b * kColumns / p.group;
+            rows.room = p.room;
+            add_block_products<Tiles, Narrow>(rows, end - b < at_once ? end - b : at_once, x + b * kTile * width, width,
+                                              step, c + r * kTile, 2 * kTileWords);
         }
+    }
+}
+
+// All tiles meet a panel before the next one is decoded in its place.
+template <class Decoder>
+static void multiply_packed(const Decoder& decoder, uint16_t* panel, const Tokens& tokens, float* c) {
+    for (int64_t k = 0; k < decoder.p.rows->columns; k += kPanel) {
+        for (int r = 0; r < 2 * kTile; r += kPart) decoder.part(k, r, panel);
+        two_by_two(tokens, [&](int64_t t, auto taken) __attribute__((always_inline)) {
+            panel_product<decltype(taken)::kTiles, decltype(taken)::kNarrow>(
+                decoder.p, panel, k / kColumns, tokens.x + t * tokens.step, tokens.step, c + 2 * t * kTileWords);
+        });
     }
 }
 
