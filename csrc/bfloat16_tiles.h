@@ -89,7 +89,7 @@ static Source source_of(const TileRows& w, uint8_t* scratch) {
 
 struct Piece {
     int64_t first, blocks;  // of 32 columns
-    bool fetches;           // the rows that follow
+    bool fetches;           // the rows that follow; with all columns at once each call does
 };
 
 // From now on a tile has so many tokens.
@@ -104,7 +104,8 @@ struct Tokens {
     int64_t tiles, step;
     int last_tokens;
 };
-// c[tile][half][row][token] of all tiles, from panels, for which there is room.
+// Adds the products of all tiles to c[tile][half][row][token], which is zero; there is room for the panels of all
+// columns.
 template <class Decoder>
 static void multiply_packed(const Decoder& decoder, uint16_t* panels, const Tokens& tokens, float* c);
 

@@ -158,7 +158,8 @@ struct TileOps {
     void (*end)();
     // `rows` are 16 tokens of bfloat16, null for none; from `width` on there are none.
     void (*pack)(const uint16_t* const* rows, int width, int64_t columns, bool nibbles, uint32_t* to);
-    // h of the columns that the rows make up, the first of which is `column`. `bias` has 32 values, or is null.
+    // h of the columns that the rows make up, the first of which is `column`. `bias` has 32 values, or is null. All
+    // tiles together have at most kTokenBlock tokens.
     // `scratch` has `tile_scratch_bytes(columns)`.
     void (*gate_up)(const TileRows& rows, const float* bias, const Activation& activation, const uint32_t* x,
                     int64_t num_tiles, int64_t column, uint32_t* h, uint8_t* scratch);
@@ -168,7 +169,7 @@ struct TileOps {
     bool are_vectors = false;  // made of vectors of 16 tokens, or of 8: no unit of the processor multiplies them
 };
 constexpr int64_t tile_words(int64_t columns) { return (columns + 31) / 32 * 256; }
-// Rows of bfloat16 with what does not fill a tile, or panels of all columns, their scales and zeros.
+// Rows of bfloat16 with what does not fill a tile, or panels of all columns, as AMX keeps them, their scales and zeros.
 constexpr int64_t tile_scratch_bytes(int64_t columns) {
     return 32 * ((columns + 127) / 128 * 256 + 64) + 64 * 4 * (columns / 16 + 64);
 }

@@ -139,7 +139,6 @@ template <int Tiles, class Decoder> static void packed_product(const Decoder& de
                   per_group = by_group ? p.group / kColumns : blocks;
     alignas(64) float sums[4 * 2 * Tiles * kTileWords];
     if (by_group && width < kTile) std::memset(sums, 0, sizeof sums);
-    if (by_group) std::memset(c, 0, Tiles * 2 * kTileWords * sizeof(float));
     const auto panel = [&](int64_t i) { return panels + (keep ? i : i % 2) * kPanelWords; };
     for (int r = 0; r < 2 * kTile && decode && blocks; r += kPart) decoder.part(0, r, panel(0));
     clear<Tiles>();

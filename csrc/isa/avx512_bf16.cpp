@@ -99,7 +99,7 @@ template <int Tiles, bool Narrow> MOESTRO_INLINE void add_block_products(const B
 template <int Tiles, bool Narrow>
 static void product(const Source& s, Piece piece, const uint32_t* x, int width, int64_t step, float* c) {
     const int64_t k = piece.first, whole = k + piece.blocks < s.whole ? piece.blocks : s.whole - k;
-    for (int r = 0; r < 2 * kTile; r += kOnce) {
+    for (int r = 0; r < 2 * kTile && whole > 0; r += kOnce) {
         const int half = r / kTile, row = r % kTile;
         BlockRows rows{s.rows[half] + row * s.stride[half] + k * 64, s.stride[half], 64};
         if (piece.fetches && s.next[0]) rows.next = s.next[half] + row * s.next_stride[half] + k * 64;
@@ -120,9 +120,8 @@ MOESTRO_INLINE int64_t blocks_of_group(const Packed& p) {
 }
 
 // Adds the products of the blocks of a panel, the first of which is given.
-template <int Tiles, bool Narrow> MOESTRO_INLINE void panel_product(const Packed& p, const uint16_t* panel,
-                                                                    int64_t first, const uint32_t* x, int64_t step,
-                                                                    float* c) {
+template <int Tiles, bool Narrow> static void panel_product(const Packed& p, const uint16_t* panel, int64_t first,
+                                                            const uint32_t* x, int64_t step, float* c) {
     constexpr int64_t kBlockWords = 2 * kTile * kColumns, kRowBytes = kColumns * 2, kInPanel = kPanel / kColumns;
     const int width = p.rows->width;
     const bool by_group = p.scaled == Scaled::group;

@@ -3,7 +3,7 @@
 // call may touch, and the team is made of ordinary threads, which ThreadSanitizer can follow. Fails if bits depend on
 // the threads or the strategy, if a set is far from the portable one, or if a routing is not what its definition says.
 // Prints a digest of the portable set's bits, which are those of every processor. Links the engine without team.cpp and
-// the bindings; docs/log.md and tools/arm64.py have the commands.
+// the bindings: CONTRIBUTING.md, tools/arm64.py and, for sanitizers, docs/log.md have the commands.
 
 #include <algorithm>
 #include <cmath>
