@@ -72,10 +72,7 @@ def is_untouched(module: nn.Module) -> bool:
     """Whether a call of a module is its class's forward and nothing else: no hook, no forward of its own or put into
     its class since, nobody told of it."""
     cls: Any = type(module)
-    state = module.__dict__
-    if "forward" in state or state["_forward_hooks"] or state["_forward_pre_hooks"]:
-        return False
-    if cls._call_impl is not nn.Module._call_impl:
+    if "forward" in module.__dict__ or not is_called_as_is(module):
         return False
     own: Any = getattr(cls, "_moestro_own_class", None)
     return own is None or own.forward is cls._moestro_own_forward

@@ -191,7 +191,7 @@ def _can_read_mask(mask: Tensor | None, batch: int, num_keys: int, dtype: torch.
 
 
 def attention_of(module: Any) -> str | None:
-    """What its configuration names; a configuration's own way to look up an attribute takes as long as ten others."""
+    """What its configuration names, past the configuration's own `__getattribute__`, which is Python."""
     found: str | None = object.__getattribute__(module.config, "__dict__").get("_attn_implementation_internal")
     return module.config._attn_implementation if found is None else found
 
