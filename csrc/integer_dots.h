@@ -315,7 +315,7 @@ static void int8_dots(const FourRows& rows, const float* scales, const float* co
                 for (int v = 0; v < Rows::kVectors; ++v) {
 #pragma GCC unroll 4
                     for (int r = 0; r < kRows; ++r) {
-                        if (v == 0 && rows.next[0]) prefetch(rows.next[r] + k);
+                        if (v == 0 && rows.next[0] && (kVectorBytes >= 64 || k % 64 == 0)) prefetch(rows.next[r] + k);
                         w[r] = Rows::weights(from[r] + k, v);
                     }
                     add_integers(acc, w, bytes, k * Rows::kVectors + v * kVectorBytes,
@@ -416,19 +416,30 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
     take_scales(x, m, rows.steps, out);
 }
 
+// The same rows for one of so many tiles of tokens, in which it is to fetch its share of those that come next: whole
+// rows, with those in place of the others that are read anyway.
+MOESTRO_INLINE FourRows fetching_share(const FourRows& rows, int64_t tile, int64_t tiles) {
+    FourRows given = rows;
+    bool fetches = false;
+    for (int r = 0; r < kRows && rows.next[0]; ++r) {
+        const bool now = r * tiles / kRows == tile;
+        if (!now) given.next[r] = rows.data[r];
+        fetches |= now;
+    }
+    if (!fetches) given.next[0] = nullptr;
+    return given;
+}
+
 // Weights of int8, one step of them.
 template <class Rows> static void bytes_of_step(const FourRows& rows, const float* const* x, int64_t m, float* out) {
     static constexpr ByTokens<Int8Dots, Rows::kTileTokens, MakeInt8<Rows>> kDots;
     float scales[kRows];
     for (int r = 0; r < kRows; ++r) scales[r] = rows.global_scale[r] * one_scale(rows.scale, rows.scales[r]);
     if (m <= Rows::kTileTokens) return m > 0 ? kDots.of[m](rows, scales, x, out) : void();
-    Prefetched next(rows, rows.columns, m, Rows::kTileTokens);
-    FourRows alone = rows;
-    alone.next[0] = nullptr;
-    for (int64_t t = 0; m > 0; x += t, out += kRows * t, m -= t) {
+    const int64_t tiles = (m + Rows::kTileTokens - 1) / Rows::kTileTokens;
+    for (int64_t tile = 0, t = 0; m > 0; ++tile, x += t, out += kRows * t, m -= t) {
         t = next_tile(m, Rows::kTileTokens);
-        next.some();
-        kDots.of[t](alone, scales, x, out);
+        kDots.of[t](fetching_share(rows, tile, tiles), scales, x, out);
     }
 }
 
