@@ -2,6 +2,7 @@
 // part; see integer_rows.h for the order of a row, and kernels.h on sharing.
 #pragma once
 
+#include "fetched_rows.h"
 #include "integer_rows.h"
 
 namespace MOESTRO_ISA {
@@ -360,22 +361,6 @@ template <class Tiled, Element E, int Parts> struct MakeTile {
     template <int M> static constexpr Tile of() { return tile<Tiled, E, Parts, M>; }
 };
 
-// The rows that come next, a share of them before each tile of tokens: all at once they would hold up what is loaded
-// now.
-struct Prefetched {
-    const FourRows& rows;
-    int64_t at = 0, bytes, share;
-
-    Prefetched(const FourRows& asked, int64_t row_bytes, int64_t m, int64_t most)
-        : rows(asked), bytes(asked.next[0] ? row_bytes : 0),
-          share(round_up(row_bytes / ((m + most - 1) / most) + 1, 64)) {}
-    MOESTRO_INLINE void some() {
-        const int64_t stop = at + share < bytes ? at + share : bytes;
-        for (; at < stop; at += 64)
-            for (int r = 0; r < kRows; ++r) prefetch(rows.next[r] + at);
-    }
-};
-
 template <class Rows, Element E, int Parts, ScalesFrom From>
 static void many(const FourRows& rows, const Scales& scales, const float* const* x, int64_t m, float* out,
                  float* scratch) {
@@ -414,20 +399,6 @@ static void units(const FourRows& rows, const Scales& scales, const float* const
         in_steps(rows, m, out,
                  [&](const FourRows& four, float* to) { add_shared<Rows, E, Parts, From>(four, scales, x, m, to); });
     take_scales(x, m, rows.steps, out);
-}
-
-// The same rows for one of so many tiles of tokens, in which it is to fetch its share of those that come next: whole
-// rows, with those in place of the others that are read anyway.
-MOESTRO_INLINE FourRows fetching_share(const FourRows& rows, int64_t tile, int64_t tiles) {
-    FourRows given = rows;
-    bool fetches = false;
-    for (int r = 0; r < kRows && rows.next[0]; ++r) {
-        const bool now = r * tiles / kRows == tile;
-        if (!now) given.next[r] = rows.data[r];
-        fetches |= now;
-    }
-    if (!fetches) given.next[0] = nullptr;
-    return given;
 }
 
 // Weights of int8, one step of them.
