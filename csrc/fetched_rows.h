@@ -21,14 +21,14 @@ struct Prefetched {
     }
 };
 
-// Whether rows of int8 fetch themselves, and not those that come next.
+// Whether fetch_ahead_in_row (stored_rows.h) has rows of int8 fetch themselves: the first next then lies in its row.
 MOESTRO_INLINE bool fetch_themselves(const FourRows& rows) {
     return rows.next[0] > rows.data[0] && rows.next[0] - rows.data[0] < rows.columns;
 }
 
-// The same rows for one of so many tiles of tokens, in which it is to fetch its share of those that come next: whole
-// rows, with those in place of the others that are read anyway. Rows fetch themselves with the first tile, which is the
-// one that waits for them.
+// The rows for one of so many tiles of tokens. Each row that comes next is fetched whole, with one of the tiles; in
+// place of the others stand rows that the tile reads anyway. Rows that fetch themselves do it with the first tile,
+// which is the one that waits for them.
 MOESTRO_INLINE FourRows fetching_share(const FourRows& rows, int64_t tile, int64_t tiles) {
     FourRows given = rows;
     const int64_t shares = fetch_themselves(rows) ? 1 : tiles;
