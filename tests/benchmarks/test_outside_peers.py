@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moestro import formats, machine
+from moestro import formats, machine, settings
 from moestro.bench import LAYERS, known_peers, make_layer
 from moestro.bench.layers import Layer, LayerSpec, expected_output, inputs
 from moestro.bench.measure import versions
@@ -26,6 +26,7 @@ from peers.vllm import VLLM
 
 PEERS = known_peers()
 OUTSIDE = {name: peer for name, peer in PEERS.items() if name.split("-")[0] in ("vllm", "ggml", "ort", "kt")}
+WITH_AMX = ["avx2", "avx512f", "avx512bw", "amx_tile", "amx_bf16"]
 PACKED = {peer.name: peer for peer in torch_packed.TORCH_PACKED}
 
 
@@ -62,16 +63,33 @@ def test_every_peer_that_is_here_computes_the_layer(name: str, layer_name: str, 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_without_a_folder_every_peer_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "features", lambda: ["avx2", "avx512bw", "amx_bf16"])
+    monkeypatch.setattr(machine, "features", lambda: WITH_AMX)
+    monkeypatch.setattr(settings, "MASKED", ())
     monkeypatch.delenv(BENCH_PEERS_VARIABLE, raising=False)
     sentence = PEERS[name].absent()
     assert "is not installed: run `python benchmarks/install_peers.py FOLDER`" in sentence
     assert sentence.endswith("set MOESTRO_BENCH_PEERS to that folder")
 
 
+@pytest.mark.parametrize(
+    ("masked", "library"),
+    [((), "_C"), (("amx_tile",), "_C_AVX512"), (("avx512f",), "_C_AVX2"), (("avx512f", "avx2"), None)],
+)
+def test_vllm_does_without_what_is_masked(
+    masked: tuple[str, ...], library: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "features", lambda: WITH_AMX)
+    monkeypatch.setattr(settings, "MASKED", masked)
+    monkeypatch.setenv(BENCH_PEERS_VARIABLE, str(tmp_path))
+    assert vllm._library() == (library and f"vllm/{library}.abi3.so")
+    if masked and library is not None:
+        assert "need a processor with AMX" in PEERS["vllm-bf16-amx"].absent()
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_empty_folder_has_no_peer(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "features", lambda: ["avx2", "avx512bw", "amx_bf16"])
+    monkeypatch.setattr(machine, "features", lambda: WITH_AMX)
+    monkeypatch.setattr(settings, "MASKED", ())
     monkeypatch.setenv(BENCH_PEERS_VARIABLE, str(tmp_path))
     assert f"is not in {tmp_path}: run " in PEERS[name].absent()
 
@@ -81,12 +99,12 @@ def test_processors_without_the_instructions(monkeypatch: pytest.MonkeyPatch, tm
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.setenv(BENCH_PEERS_VARIABLE, str(tmp_path))
-    libraries = {"amx_bf16": "_C", "avx512bw": "_C_AVX512", "avx2": "_C_AVX2"}
-    for feature, library in libraries.items():
-        monkeypatch.setattr(machine, "features", lambda feature=feature: [feature])
+    monkeypatch.setattr(settings, "MASKED", ())
+    for features, library in ((WITH_AMX, "_C"), (["avx2", "avx512f"], "_C_AVX512"), (["avx2"], "_C_AVX2")):
+        monkeypatch.setattr(machine, "features", lambda features=features: features)
         assert vllm._library() == f"vllm/{library}.abi3.so"
         assert PEERS["vllm-f32"].absent() is None
-        assert (PEERS["vllm-int8"].absent() is None) == (feature == "amx_bf16")
+        assert (PEERS["vllm-int8"].absent() is None) == (features == WITH_AMX)
     monkeypatch.setattr(machine, "features", list)
     assert PEERS["vllm-f32"].absent() == "vLLM has no kernels for this processor"
     assert PEERS["kt-int8"].absent() == "kt-kernel has no kernels for this processor"

@@ -99,10 +99,12 @@ def shows_errors(rows: list[Row]) -> bool:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Processor, threads, memory, vector units and masked features in one line."""
+    """Processor, threads, memory, vector units in one line, and if features are masked those and PyTorch's kernels."""
     units = [f for f in machine["features"] if f.startswith(("avx2", "avx512", "amx", "asimd", "sve"))]
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     masked = [f"{f} masked" for f in machine.get("masked_features", ())]
+    if masked and "torch_kernels" in machine:
+        masked.append(f"PyTorch's kernels {machine['torch_kernels']}")
     parts = [machine["processor"], threads, f"{machine['memory_bytes'] / 2**30:.0f} GiB", *units, *masked]
     return ", ".join(parts if machine["device"] == "cpu" else [machine["device"], *machine["accelerators"], *parts])
 
