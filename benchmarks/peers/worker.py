@@ -25,7 +25,7 @@ from torch import Tensor
 from moestro.bench.failures import failures
 from moestro.bench.layers import Layer, LayerSpec, make_layer
 from moestro.bench.peers.variant import Bind, Call
-from moestro.bench.timing import WARM_SECONDS, wall_clock
+from moestro.bench.timing import WARM_SECONDS, wall_clock, warm_up
 from moestro.errors import unsupported
 from moestro.types import Routing
 from peers.teams import settle, wake_torch
@@ -162,10 +162,10 @@ class _Served:
         return self.calls[number]()
 
     def seconds(self, number: int) -> float:
-        """Of a call that follows another one, as a step of decoding does; with other inputs, if there are any."""
+        """Of a call that follows others, as a step of decoding does; with other inputs, if there are any."""
         time.sleep(WAKE_SECONDS)  # threads that were stopped look for work again
         if self.least < WARM_SECONDS:
-            self.calls[number - 1]()
+            warm_up(self.calls, number)
         found = wall_clock()(self.calls[number])
         self.least = min(found, self.least or found)
         return found

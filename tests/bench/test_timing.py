@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 
 from moestro.bench import timing
-from moestro.bench.timing import Ratio, alternate, ratio
+from moestro.bench.timing import Ratio, alternate, ratio, warm_up
 
 
 def trace(costs: dict[str, float], num_inputs: int, seconds: float):
@@ -63,3 +64,17 @@ def test_ratio_pairs_rounds() -> None:
 
 def test_quartiles_by_hand() -> None:
     assert ratio([1.0, 5.0, 2.0, 4.0, 3.0], [1.0] * 5) == Ratio(2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(("num_calls", "expected"), [(1, [0]), (2, [0]), (4, [0, 3, 2])])
+def test_calls_warm_up_by_the_others(monkeypatch: pytest.MonkeyPatch, num_calls: int, expected: list[int]) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: len(called) * timing.TURN_SECONDS / 4)
+    i = min(1, num_calls - 1)
+    warm_up([partial(called.append, n) for n in range(num_calls)], i)
+    assert called == (expected * 4)[:4]
+    assert num_calls == 1 or i not in called
+    called.clear()
+    monkeypatch.setattr(timing, "TURN_SECONDS", 0.0)
+    warm_up([partial(called.append, n) for n in range(num_calls)], i)
+    assert len(called) == 1

@@ -25,6 +25,7 @@ from moestro.bench.timing import (
     queued_clock,
     ratio,
     wall_clock,
+    warm_up,
 )
 from moestro.machine import Roof
 from moestro.tolerances import disagreement, relative_error, too_far
@@ -174,7 +175,7 @@ def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> 
 def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Times of those that did not fail, and why the others did, the first of them first.
 
-    On a CPU a short call follows one of the same variant on other inputs that is not timed, as a step of decoding does.
+    On a CPU a short call follows others of the same variant that are not timed, as a step of decoding does.
     """
     clock = timer(point.layer, point.place.num_tokens)
     failed: dict[str, str] = {}
@@ -186,7 +187,7 @@ def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[s
             return 0.0
         try:
             if least[name] < WARM_SECONDS and not isinstance(own[i], OwnClock):
-                own[i - 1]()
+                warm_up(own, i)
             seconds = clock(own[i])
         except failures() as error:
             failed[name] = sentence(error)

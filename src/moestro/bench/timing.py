@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from math import gcd
 from statistics import quantiles
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -17,7 +18,9 @@ SLOW_ROUND_SECONDS = 20.0
 """From here on a round of all variants takes so long that `FEWEST_SLOW_SAMPLES` have to do."""
 MOST_SAMPLES = 200
 WARM_SECONDS = 0.1
-"""Of a call on a CPU: a shorter one takes longer after another variant's than after one of its own."""
+"""Of a call on a CPU: a shorter one takes longer after another variant's than after some of its own."""
+TURN_SECONDS = 0.05
+"""How long a variant with such calls is called before one of them counts."""
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -59,6 +62,15 @@ def wall_clock(device: torch.device | str = "cpu") -> Timer:
         return time.perf_counter() - start
 
     return lambda call: call.seconds() if isinstance(call, OwnClock) else seconds(call)
+
+
+def warm_up(calls: Sequence[Call], i: int) -> None:
+    """Call the others than call i in turn for `TURN_SECONDS`, at least one of them; call i itself where it is alone."""
+    end, others = time.perf_counter() + TURN_SECONDS, max(len(calls) - 1, 1)
+    for number in count():
+        calls[i - 1 - number % others]()
+        if time.perf_counter() >= end:
+            return
 
 
 def event_clock(device: torch.device | str, cold_bytes: int = 0, module: Any = torch.cuda) -> Timer:
