@@ -68,17 +68,17 @@ def vllm(folder: Path, scratch: Path) -> dict[str, str]:
 def ggml(folder: Path, scratch: Path) -> dict[str, str]:
     """ggml out of llama-cpp-python's source, built for this processor; needs cmake and a C++ compiler.
 
-    Where features are masked for moestro it is built for AVX2, which is its default for no processor in particular.
+    Where AVX-512 is masked for moestro it is built for AVX2, which is its default for no processor in particular.
     """
     with tarfile.open(download(LLAMA, scratch / "download", "--no-binary", "llama-cpp-python")) as archive:
         archive.extractall(scratch, filter="data")
     [source] = scratch.glob("llama_cpp_python-*/vendor/llama.cpp/ggml")
-    native = "OFF" if settings.MASKED else "ON"
+    native = "OFF" if "avx512f" in settings.MASKED else "ON"
     (scratch / "CMakeLists.txt").write_text(CMAKE.format(out=folder.resolve(), source=source, native=native))
     build = scratch / "build"
     subprocess.run(["cmake", "-S", scratch, "-B", build, "-DCMAKE_BUILD_TYPE=Release"], check=True)
     subprocess.run(["cmake", "--build", build, "--parallel", str(os.cpu_count())], check=True)
-    return {"llama-cpp-python": LLAMA.partition("==")[2]}
+    return {"llama-cpp-python": LLAMA.partition("==")[2] + (" for AVX2" if native == "OFF" else "")}
 
 
 def kt(folder: Path, scratch: Path) -> dict[str, str]:

@@ -42,7 +42,8 @@ def markdown(report: Report) -> str:
 
 
 _LEGEND = (
-    "Times are medians; variants alternate, those with threads of their own in processes of their own. GB/s counts the",
+    "Times are medians; variants alternate, those with threads of their own in processes of their own. A call of less",
+    "than 0.1 s follows 50 ms of others of its variant, which are not timed. GB/s counts the",
     "weights of the experts that the routing touches, once, as the variant stores them, scales included; of bw is its",
     "share of a plain read's at the same point: all threads read the bytes of moestro's weights and compute nothing.",
     "GFLOP/s counts",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro import settings
+from moestro import machine, settings
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.types import GPT_OSS_SWIGLU, SWIGLU
 
@@ -23,6 +23,11 @@ def folder() -> Path | None:
     """The folder of peers; None where the environment names none."""
     named = settings.bench_peers()
     return Path(named) if named else None
+
+
+def features() -> set[str]:
+    """Those of the processor that are not masked for moestro; its peers do without them too where they can."""
+    return set(machine.features()) - set(settings.MASKED)
 
 
 def missing(peer: str, file: str) -> str | None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moestro import machine
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Variant, cost
 from moestro.types import SWIGLU, Routing
@@ -28,8 +27,8 @@ _BITS = 48.0
 
 def _library() -> str | None:
     """The extension that the wheel would load here, whatever Python it was built for."""
-    features = machine.features()
-    name = next((name for feature, name in _VARIANTS.items() if feature in features), None)
+    features = installed.features()
+    name = next((name for feature, name in _VARIANTS.items() if {feature, "avx512f"} <= features), None)
     if name is None:
         return None
     found = installed.folder()

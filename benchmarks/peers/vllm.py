@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moestro import machine, settings
 from moestro.bench.layers import Layer, LayerSpec
 from moestro.bench.peers.variant import Bind, Call, Numbers, Refuses, Variant, cost
 from moestro.formats import quantize
@@ -30,18 +29,15 @@ _AWQ = 0
 _GROUP = 128
 
 
-_TILES = {"avx512f", "amx_tile", "amx_bf16"}
-
-
-def _features() -> set[str]:
-    return set(machine.features()) - set(settings.MASKED)
+_VECTORS = {"avx512f", "avx512bw"}
+_TILES = {*_VECTORS, "amx_tile", "amx_bf16"}
 
 
 def _library() -> str | None:
-    features = _features()
+    features = installed.features()
     if features >= _TILES:
         return "vllm/_C.abi3.so"
-    if "avx512f" in features:
+    if features >= _VECTORS:
         return "vllm/_C_AVX512.abi3.so"
     return "vllm/_C_AVX2.abi3.so" if "avx2" in features else None
 
@@ -50,7 +46,7 @@ def _absent(needs_tiles: bool) -> str | None:
     file = _library()
     if file is None:
         return "vLLM has no kernels for this processor"
-    if needs_tiles and not _features() >= _TILES:
+    if needs_tiles and not installed.features() >= _TILES:
         return "these kernels of vLLM need a processor with AMX"
     return installed.missing("vLLM", file)
 

@@ -152,10 +152,19 @@ class _Served:
         torch.set_num_threads(threads)
         self.bind = opens(make_layer(spec, dtype, num_experts))
         self.calls: list[Call] = []
-        self.least = 0.0
+        self.given: list[tuple[Tensor, ...]] = []
+        self.first, self.least = 0, 0.0
 
     def inputs(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> int:
+        """The number of a call; the same for what was given before. Those of another x are of another point."""
+        given = x, expert_ids, routing_weights
+        if self.given and not (x.shape == self.given[-1][0].shape and x.equal(self.given[-1][0])):
+            self.first, self.least = len(self.calls), 0.0
+        for number in range(self.first, len(self.calls)):
+            if all(map(torch.equal, given, self.given[number])):
+                return number
         self.calls.append(self.bind(x, Routing(expert_ids, routing_weights)))
+        self.given.append(given)
         return len(self.calls) - 1
 
     def output(self, number: int) -> Tensor:
@@ -165,7 +174,7 @@ class _Served:
         """Of a call that follows others, as a step of decoding does; with other inputs, if there are any."""
         time.sleep(WAKE_SECONDS)  # threads that were stopped look for work again
         if self.least < WARM_SECONDS:
-            warm_up(self.calls, number)
+            warm_up(self.calls[self.first :], number - self.first)
         found = wall_clock()(self.calls[number])
         self.least = min(found, self.least or found)
         return found

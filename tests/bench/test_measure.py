@@ -8,7 +8,7 @@ import torch
 
 from documents import check_document
 from moestro import machine
-from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, measure, ours, run
+from moestro.bench import LAYERS, PEERS, Plan, Row, Variant, make_layer, measure, ours, point, run
 from moestro.bench.layers import RESERVE_BYTES, expected_output, inputs
 from moestro.bench.peers import Numbers
 from moestro.bench.point import CALL_LIMIT_SECONDS, no_room, too_much
@@ -232,6 +232,17 @@ def test_a_call_with_a_clock_of_its_own(tiny, known_roof: Roof, fails: bool) -> 
         assert (timed.status, timed.reason, timed.microseconds) == ("skipped", "its clock stopped", None)
     else:
         assert (timed.status, timed.microseconds) == ("ok", 1e6)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_short_calls_follow_others(tiny, known_roof: Roof, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[int] = []
+    monkeypatch.setattr(point, "WARM_SECONDS", 100.0 if short else -1.0)
+    monkeypatch.setattr(point, "warm_up", lambda calls, i: warmed.append(len(calls)))
+    report = run(Plan((tiny("olmoe"),), (2,), (torch.float32,), (ours("auto"),), (), seconds=1e-4))
+    assert report.rows[0].status == "ok"
+    assert bool(warmed) == short
+    assert all(number > 1 for number in warmed)
 
 
 def test_an_error_in_the_first_input_only_is_not_what_is_checked(tiny, known_roof: Roof) -> None:

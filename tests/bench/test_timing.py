@@ -53,6 +53,12 @@ def test_every_variant_meets_every_input(num_variants: int, num_inputs: int) -> 
             assert first != second
 
 
+def test_what_calls_take_beside_their_samples_counts() -> None:
+    calls = {"a": [lambda: 0.0625]}
+    assert len(alternate(calls, 1.0, lambda call: call())["a"]) == 16
+    assert len(alternate(calls, 1.0, lambda call: call(), {"a": 0.5})["a"]) == 8
+
+
 def test_nothing_to_time() -> None:
     assert alternate({}, 1.0, lambda call: 1.0) == {}
 

@@ -73,7 +73,13 @@ def test_without_a_folder_every_peer_says_how_to_get_it(name: str, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("masked", "library"),
-    [((), "_C"), (("amx_tile",), "_C_AVX512"), (("avx512f",), "_C_AVX2"), (("avx512f", "avx2"), None)],
+    [
+        ((), "_C"),
+        (("amx_tile",), "_C_AVX512"),
+        (("avx512f",), "_C_AVX2"),
+        (("avx512bw",), "_C_AVX2"),
+        (("avx512f", "avx2"), None),
+    ],
 )
 def test_vllm_does_without_what_is_masked(
     masked: tuple[str, ...], library: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -100,7 +106,7 @@ def test_processors_without_the_instructions(monkeypatch: pytest.MonkeyPatch, tm
         (tmp_path / file).touch()
     monkeypatch.setenv(BENCH_PEERS_VARIABLE, str(tmp_path))
     monkeypatch.setattr(settings, "MASKED", ())
-    for features, library in ((WITH_AMX, "_C"), (["avx2", "avx512f"], "_C_AVX512"), (["avx2"], "_C_AVX2")):
+    for features, library in ((WITH_AMX, "_C"), (["avx2", "avx512f", "avx512bw"], "_C_AVX512"), (["avx2"], "_C_AVX2")):
         monkeypatch.setattr(machine, "features", lambda features=features: features)
         assert vllm._library() == f"vllm/{library}.abi3.so"
         assert PEERS["vllm-f32"].absent() is None

@@ -14,7 +14,8 @@ import torch
 
 import worker_peer
 from moestro.bench import Plan, Variant, make_layer, ours, run
-from moestro.bench.layers import expected_output, inputs
+from moestro.bench.layers import Layer, expected_output, inputs
+from moestro.bench.peers.variant import Bind
 from moestro.errors import UnsupportedError
 from moestro.tolerances import disagreement
 from peers import worker
@@ -48,6 +49,28 @@ def test_it_computes_and_is_stopped_otherwise_until_it_ends(tiny) -> None:
     del call, made
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_calls_warm_up_by_those_of_their_point(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "WAKE_SECONDS", 0.0)
+    called: list[tuple[int, torch.Tensor]] = []
+
+    def opens(layer: Layer) -> Bind:
+        return lambda x, routing: lambda: called.append((len(x), routing.expert_ids))
+
+    served = worker._Served()
+    served.open(opens, torch.get_num_threads(), tiny("olmoe"), torch.float32, 6)
+    layer = make_layer(tiny("olmoe"), torch.float32, 6)
+    for num_tokens, first in ((1, 0), (4, 2)):
+        x, routings = inputs(layer, num_tokens, count=3)
+        given = [routings[0], routings[-1], *routings]
+        found = [served.inputs(x, r.expert_ids, r.routing_weights) for r in given]
+        assert found[:3] == [first, first + 1, first]
+        assert len(set(found)) == len(routings)
+        called.clear()
+        served.seconds(found[0])
+        assert {tokens for tokens, _ in called} == {num_tokens}
+        assert [ids.equal(routings[0].expert_ids) for _, ids in called] == [False] * (len(called) - 1) + [True]
 
 
 def test_in_a_run(tiny, known_roof) -> None:

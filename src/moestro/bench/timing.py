@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from math import gcd
 from statistics import quantiles
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -160,13 +161,17 @@ class Budget:
 
 
 def alternate(
-    variants: Mapping[str, Sequence[T]], seconds: float, timer: Callable[[T], float]
+    variants: Mapping[str, Sequence[T]],
+    seconds: float,
+    timer: Callable[[T], float],
+    beside: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
     """Time variants round-robin, in reversed order on odd rounds.
 
     Each variant brings one call per input, as many as the others. Consecutive calls, whoever makes them, take different
     inputs, and over twice as many rounds as there are inputs each variant meets each of them. A variant leaves when it
     spent its seconds and has enough samples, or after `MOST_SAMPLES`; sample r of every variant is from round r.
+    `beside` has the seconds that each has spent so far beside those of its samples; it is read in each round.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     active = list(variants)
@@ -188,7 +193,7 @@ def alternate(
             if round_number == 1:
                 slow = sum(samples[0] for samples in times.values()) > SLOW_ROUND_SECONDS
                 fewest = FEWEST_SLOW_SAMPLES if slow else FEWEST_SAMPLES
-            active = [name for name in active if not _done(times[name], seconds, fewest)]
+            active = [name for name in active if not _done(times[name], seconds - beside.get(name, 0.0), fewest)]
     finally:
         if collecting:
             gc.enable()
