@@ -18,7 +18,13 @@ from moestro.types import SWIGLU, Routing
 from peers import installed, worker
 from peers.bounds import INT4_ROWS, QUANTISED
 
-_VARIANTS = {"amx_int8": "amx", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni", "avx512bw": "avx512_base"}
+_VARIANTS = {
+    "amx": {"avx512f", "avx512bw", "amx_tile", "amx_int8"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512_bf16"},
+    "avx512_vnni": {"avx512f", "avx512bw", "avx512_vnni"},
+    "avx512_base": {"avx512f", "avx512bw"},
+}
+"""Of the wheel's extensions the first whose features are there."""
 _CLASSES = {"bf16": "AMXBF16_MOE", "int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE"}
 _MOST_TOKENS = 1 << 14
 _BITS = 48.0
@@ -28,7 +34,7 @@ _BITS = 48.0
 def _library() -> str | None:
     """The extension that the wheel would load here, whatever Python it was built for."""
     features = installed.features()
-    name = next((name for feature, name in _VARIANTS.items() if {feature, "avx512f"} <= features), None)
+    name = next((name for name, needs in _VARIANTS.items() if needs <= features), None)
     if name is None:
         return None
     found = installed.folder()

@@ -20,13 +20,13 @@ from moestro.reference import activate
 from moestro.settings import BENCH_PEERS_VARIABLE
 from moestro.tolerances import disagreement, relative_error, too_far
 from moestro.types import Routing
-from peers import ggml, installed, onnx, teams, torch_packed, vllm
+from peers import ggml, installed, kt, onnx, teams, torch_packed, vllm
 from peers.bounds import INT4_ROWS, QUANTISED
 from peers.vllm import VLLM
 
 PEERS = known_peers()
 OUTSIDE = {name: peer for name, peer in PEERS.items() if name.split("-")[0] in ("vllm", "ggml", "ort", "kt")}
-WITH_AMX = ["avx2", "avx512f", "avx512bw", "amx_tile", "amx_bf16"]
+WITH_AMX = ["avx2", "avx512f", "avx512bw", "amx_tile", "amx_bf16", "amx_int8"]
 PACKED = {peer.name: peer for peer in torch_packed.TORCH_PACKED}
 
 
@@ -81,13 +81,15 @@ def test_without_a_folder_every_peer_says_how_to_get_it(name: str, monkeypatch: 
         (("avx512f", "avx2"), None),
     ],
 )
-def test_vllm_does_without_what_is_masked(
+def test_peers_do_without_what_is_masked(
     masked: tuple[str, ...], library: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "features", lambda: WITH_AMX)
     monkeypatch.setattr(settings, "MASKED", masked)
     monkeypatch.setenv(BENCH_PEERS_VARIABLE, str(tmp_path))
     assert vllm._library() == (library and f"vllm/{library}.abi3.so")
+    assert ("kt_kernel_ext_amx" in (kt._library() or "")) == (masked == ())
+    assert (kt._library() is None) == ("avx512f" in masked or "avx512bw" in masked)
     if masked and library is not None:
         assert "need a processor with AMX" in PEERS["vllm-bf16-amx"].absent()
 
