@@ -207,6 +207,21 @@ struct RowOps {
     void (*outer_products)(const FourRows* four, const float* const* x, int64_t m, float* out,
                            float* scratch) = nullptr;
 };
+// Rows of weights that fetch themselves so many bytes ahead (fetch_ahead_in_row): those of an element which at most so
+// many tokens meet. All others fetch rows that come next.
+struct AheadInRow {
+    int64_t bytes = 0, f32 = 0, bf16 = 0, i8 = 0, e4m3 = 0;
+
+    constexpr int64_t most_tokens(Element element) const {
+        switch (element) {
+            case Element::f32: return f32;
+            case Element::bf16: return bf16;
+            case Element::i8: return i8;
+            case Element::e4m3: return e4m3;
+            default: return 0;
+        }
+    }
+};
 // What is written once and compiled for every instruction set. Vectors of floats that meet weights lie in the order in
 // which the weights' elements are decoded: as they are, or for nibbles as `position` has it, zeros up to `padded`.
 struct Isa {
@@ -218,7 +233,7 @@ struct Isa {
     void (*four_rows)(const FourRows& rows, const float* const* x, int64_t m, float* out, float* scratch) = nullptr;
     int64_t direct_tokens = 0;         // tokens up to which it decodes weights in registers
     int64_t direct_16_bit_tokens = 0;  // the same for those of 16 bits: several tiles may decode them
-    int64_t ahead_in_row = 0;          // bytes: fetch_ahead_in_row; 0: it fetches rows that come next
+    AheadInRow ahead_in_row;
     // to[i] = factor * from[i] for n elements of a dtype.
     void (*widen)(const void* from, Element dtype, int64_t n, float factor, float* to) = nullptr;
     // gate[i] = what the down projection is given; n is rounded up to `lanes`, so both have room.

@@ -66,14 +66,11 @@ inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Re
     }
 }
 
-constexpr int64_t kAheadInRowTokens = 4;  // with more it is no faster
-
-// Has rows of float32 or int8 fetch themselves from a number of bytes on, in place of the rows that come next, where
-// `tokens`, all that meet them, are few. They fetch as many bytes behind their ends.
+// Has rows that `tokens`, all that meet them, are few for fetch themselves in place of the rows that come next. They
+// fetch as many bytes behind their ends.
 inline void fetch_ahead_in_row(FourRows& rows, const Isa& isa, int64_t tokens) {
-    if (!isa.ahead_in_row || tokens > kAheadInRowTokens) return;
-    if (rows.element != Element::f32 && rows.element != Element::i8) return;
-    for (int i = 0; i < 4; ++i) rows.next[i] = rows.data[i] + isa.ahead_in_row;
+    if (tokens > isa.ahead_in_row.most_tokens(rows.element)) return;
+    for (int i = 0; i < 4; ++i) rows.next[i] = rows.data[i] + isa.ahead_in_row.bytes;
     rows.next_stride = rows.row_stride;
 }
 

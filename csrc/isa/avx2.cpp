@@ -10,12 +10,15 @@
 namespace MOESTRO_ISA {
 
 constexpr int kAheadInRow = 512;
+constexpr int kAheadInRowTokens = 4;  // with more it is no faster
 
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa = basic_isa("avx2", moestro::all_of({Feature::avx2, Feature::fma, Feature::f16c}));
     isa.four_rows = moestro::avx2::four_rows;
-    isa.ahead_in_row = kAheadInRow;
+    isa.ahead_in_row.bytes = kAheadInRow;
+    isa.ahead_in_row.f32 = isa.ahead_in_row.i8 = kAheadInRowTokens;
+    isa.ahead_in_row.bf16 = 1;
     isa.outer_products = moestro::avx2::outer_products;
     isa.int8 = &kInt8;
     isa.int16 = &kInt16;

@@ -154,6 +154,8 @@ static void multiply_packed(const Decoder& decoder, uint16_t* panel, const Token
 
 static const moestro::TileOps kTileOps = {begin, end, pack, gate_up, down, true};
 
+constexpr int kAheadInRow = 1024;
+
 constexpr moestro::Isa make_isa() {
     using moestro::Feature;
     moestro::Isa isa = basic_isa(
@@ -161,6 +163,8 @@ constexpr moestro::Isa make_isa() {
                                         Feature::avx512_bf16, Feature::avx512vbmi, Feature::avx512_vnni}));
     isa.four_rows = moestro::avx512::four_rows;
     isa.eight_rows = moestro::avx512::eight_rows;
+    isa.ahead_in_row.bytes = kAheadInRow;
+    isa.ahead_in_row.bf16 = isa.ahead_in_row.i8 = isa.ahead_in_row.e4m3 = 1;
     isa.tiles = &kTileOps;
     isa.bfloat16 = &kPairs;
     isa.int8_residual = &moestro::avx512_vbmi::kInt8Residual;
