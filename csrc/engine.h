@@ -207,10 +207,11 @@ struct RowOps {
     void (*outer_products)(const FourRows* four, const float* const* x, int64_t m, float* out,
                            float* scratch) = nullptr;
 };
-// Rows of weights that fetch themselves so many bytes ahead (fetch_ahead_in_row): those of an element which at most so
-// many tokens meet. All others fetch rows that come next.
+// How many bytes ahead rows of weights fetch themselves (fetch_ahead_in_row), and up to how many tokens those of an
+// element do; with more they fetch the rows that come next.
 struct AheadInRow {
-    int64_t bytes = 0, f32 = 0, bf16 = 0, i8 = 0, e4m3 = 0;
+    int64_t bytes = 0;
+    int64_t f32 = 0, bf16 = 0, i8 = 0, e4m3 = 0;  // tokens
 
     constexpr int64_t most_tokens(Element element) const {
         switch (element) {
