@@ -66,7 +66,7 @@ inline void follow(FourRows& rows, const Projection& p, int64_t expert, const Re
     }
 }
 
-// Where few enough tokens meet the rows (`tokens`: all that do), has each fetch itself some bytes ahead, in place of the
+// Where few enough tokens meet the rows (`tokens`: all that do), has each fetch itself some bytes ahead, and not the
 // rows that come next. It fetches as many bytes behind its end.
 inline void fetch_ahead_in_row(FourRows& rows, const Isa& isa, int64_t tokens) {
     if (tokens > isa.ahead_in_row.most_tokens(rows.element)) return;
