@@ -50,10 +50,18 @@ def counted():
         yield calls
 
 
-def without(model, monkeypatch, **how):
-    """Logits where the modules of blocks are called."""
+@contextmanager
+def blocks_by_modules(monkeypatch):
+    """The modules of blocks are called."""
     with monkeypatch.context() as patch:
         patch.setattr(attention_steps, "expert_step_for", lambda *_: None)
+        patch.setattr(attention_steps.Known, "holds", lambda *_: False)
+        yield
+
+
+def without(model, monkeypatch, **how):
+    """Logits where the modules of blocks are called."""
+    with blocks_by_modules(monkeypatch):
         return logits_of_steps(model, **how)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf.test_expert_steps import blocks_of, model_of
+from hf.test_expert_steps import blocks_by_modules, blocks_of, model_of
 from hf.test_steps import CACHES, inputs, logits_of_steps
 from moestro.hf import attention_steps
 from moestro.hf.pending import Chain, Later, Pending, settled
@@ -135,8 +135,7 @@ def test_hidden_states_are_given_out(monkeypatch):
         return model(input_ids=torch.tensor([[5]]), **named).hidden_states
 
     found = states()
-    with monkeypatch.context() as patch:
-        patch.setattr(attention_steps, "expert_step_for", lambda *_: None)
+    with blocks_by_modules(monkeypatch):
         wanted = states()
     assert len(found) == len(wanted) == len(model.model.layers) + 1
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -164,8 +163,7 @@ def test_generation(monkeypatch):
     with postponed() as made:
         found = generated()
     assert made
-    with monkeypatch.context() as patch:
-        patch.setattr(attention_steps, "expert_step_for", lambda *_: None)
+    with blocks_by_modules(monkeypatch):
         assert torch.equal(generated(), found)
 
 

@@ -10,23 +10,31 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from moestro import settings
 from moestro.hf import norms
-from moestro.hf.expert_steps import expert_step_for
+from moestro.hf.expert_steps import EXPERTS, ExpertStep, expert_step_for
 from moestro.hf.pending import Chain, Later, Pending, settled
+from moestro.hf.snapshot import Snapshot
 from moestro.hf.stand_in import KEPT, is_served, is_untouched, stand_in, with_parts
-from moestro.hf.step import FUNCTIONS, Position, Step, Steps, attention_of, is_made_of_linears, step_for
+from moestro.hf.step import FUNCTIONS, LINEARS, Position, Step, Steps, attention_of, is_made_of_linears, step_for
+from moestro.hf.store import stored_weights
 from moestro.ops import native
 from moestro.ops.attention import ATTENTION
 from moestro.ops.dispatch import is_unwatched
+from moestro.ops.expert_mlp import EXPERT_MLP
+from moestro.ops.measured import measures
 from moestro.ops.projection import PROJECTION
 from moestro.tolerances import disagreement
+from moestro.weights import ExpertWeights
 
 _NAMED = frozenset({"position_embeddings", "attention_mask", "past_key_values"})
 _ASKS_MORE = ("dropout", "softcap", "cache", "output_attentions")
@@ -126,21 +134,78 @@ def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: A
     plain = x.plain if type(x) is Pending else x
     if x is None:
         return None
-    given = None if arguments or not is_untouched(module) else _given(module, plain, named)
-    if given is not None:
-        around = tuple(layer._modules[name] for name in _AROUND)
-        step = step_for(layer, module, around, given, partial(_gives_layer, layer, forward, given))
-        if isinstance(step, Step):
-            return _after(layer, step, x, given, named)
-    return forward(layer, settled(x) if type(x) is Pending else x, *arguments, **named)
+    given = None if arguments else _given(module, plain, named)
+    found = None if given is None else _found(layer, forward, given)
+    if given is None or found is None:
+        return forward(layer, settled(x) if type(x) is Pending else x, *arguments, **named)
+    return _after(layer, found, x, given, named)
 
 
-def _after(layer: Any, step: Step, x: Tensor, given: tuple[Tensor, Position], named: dict[str, Any]) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What was found of a layer, as it was then, whose attention and experts both have their steps.
+
+    Attributes:
+        by_call: by (batch, dtype, angles, how PyTorch and moestro are set).
+    """
+
+    snapshot: Snapshot
+    weights: ExpertWeights
+    by_call: dict[tuple[Any, ...], tuple[Step, ExpertStep]] = field(default_factory=dict)
+
+    def holds(self, layer: Any) -> bool:
+        """Whether looking again would find the same."""
+        if not is_unwatched(EXPERT_MLP) or not self.snapshot.is_current():
+            return False
+        stored = stored_weights(layer._modules["mlp"]._modules[EXPERTS])  # which also says what is read next
+        return stored is None or stored is self.weights
+
+
+def _found(layer: Any, forward: Any, given: tuple[Tensor, Position]) -> tuple[Step, ExpertStep | None] | None:
+    """The steps of a layer's attention and of the block behind it; None where attention has none."""
+    (x, (cos, _)), module, steps = given, layer._modules["self_attn"], layer.__dict__.get(KEPT)
+    asked = attention_of(module), settings.current(), measures(), torch.are_deterministic_algorithms_enabled()
+    how = x.shape[0], x.dtype, cos.shape[2], torch.get_num_threads(), asked
+    known: Known | None = steps.known if type(steps) is Steps else None
+    if known is not None and not known.holds(layer):
+        known = None
+    if known is not None and how in known.by_call:
+        found = known.by_call[how]
+        layer.__dict__[KEPT].last = found[0]
+        return found
+    if not is_untouched(module):
+        return None
+    around = tuple(layer._modules[name] for name in _AROUND)
+    step = step_for(layer, module, around, given, partial(_gives_layer, layer, forward, given))
+    if isinstance(step, str):
+        return None
+    experts = expert_step_for(layer._modules["mlp"], x)
+    if experts is None:
+        return step, None
+    known = layer.__dict__[KEPT].known = known or _known(layer, module, experts.weights)
+    known.by_call[how] = step, experts
+    return step, experts
+
+
+def _known(layer: Any, module: Any, weights: ExpertWeights) -> Known:
+    """A layer of which nothing is known but how it is now."""
+    stored = (module._modules[name].stored for name in LINEARS)
+    tensors = (each.tensors for each in (*stored, weights.parts) if each is not None)
+    return Known(Snapshot(layer, chain.from_iterable(tensors)), weights)
+
+
+def _after(
+    layer: Any,
+    found: tuple[Step, ExpertStep | None],
+    x: Tensor,
+    given: tuple[Tensor, Position],
+    named: dict[str, Any],
+) -> Tensor:
     """What a layer's step gives: at once, or where a layer is known to follow, as soon as somebody looks."""
     seen, module, steps = (named["attention_mask"], named["past_key_values"]), layer.self_attn, layer.__dict__[KEPT]
     if _LAST.steps is not None and _LAST.returned is not None and _LAST.returned() is x:
         _LAST.steps.followed = True
-    experts = expert_step_for(layer._modules["mlp"], given[0])
+    step, experts = found
     attended = None if experts is None else step.later(module, *given, *seen)
     chain = x.chain if type(x) is Pending else Chain()
     if experts is None or attended is None:

@@ -12,6 +12,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 SPARE = 256
 """Tokens for which there is room beside those that made the memory grow."""
 
+Place = tuple[int, int, int]
+"""Of memory for a token of each sequence: the address, and how many elements sequences and heads are apart."""
+
+Both = tuple[Tensor, Tensor]
+"""Of keys and of values."""
+
 
 class AppendingLayer(DynamicLayer):
     """A layer's keys and values as Transformers' own layer has them, which copies all of them for each new token.
@@ -22,20 +28,22 @@ class AppendingLayer(DynamicLayer):
 
     keys: Tensor
     values: Tensor
-    _memory: tuple[Tensor, Tensor]
+    _memory: Both
+    _taken: tuple[Tensor | None, Tensor | None] = None, None
 
-    def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Memory for the keys and the values of one more token, [B, heads, head_dim] each: whoever writes it calls
-        `take`. None where there is none."""
+    def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Place, Place] | None:
+        """Where the keys and the values of one more token go, [B, heads, head_dim] each: whoever writes them calls
+        `take`. None where there is no memory for them."""
         if not self.is_initialized or self.keys.dtype != dtype:
             return None
-        return _room(self.keys, self.values, self._memory, (*shape, self.keys.shape[-2]))
+        return _room((self.keys, self.values), self._memory, self._taken, (*shape, self.keys.shape[-2]))
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take(self) -> Both:
         """Count in the token for which `room` was given; the result is all that it attends to."""
         (key_memory, value_memory), length = self._memory, self.keys.shape[-2] + 1
         self.keys, self.values = key_memory.narrow(2, 0, length), value_memory.narrow(2, 0, length)
-        return self.keys, self.values
+        self._taken = self.keys, self.values
+        return self._taken
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -58,22 +66,24 @@ class AppendingWindow(DynamicSlidingWindowLayer):
 
     keys: Tensor
     values: Tensor
-    _memory: tuple[Tensor, Tensor] | None = None
+    _memory: Both | None = None
+    _taken: tuple[Tensor | None, Tensor | None] = None, None
     _end = 0
 
-    def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def room(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Place, Place] | None:
         """As `AppendingLayer.room`."""
         if not self.is_initialized or self.record_past or self._memory is None or self.keys.dtype != dtype:
             return None
-        return _room(self.keys, self.values, self._memory, (*shape, self._end))
+        return _room((self.keys, self.values), self._memory, self._taken, (*shape, self._end))
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take(self) -> Both:
         """As `AppendingLayer.take`."""
         assert self._memory is not None  # there was room
         first, self._end = self._end - self.keys.shape[-2], self._end + 1
         self.cumulative_length += 1
         seen = [memory[:, :, first : self._end] for memory in self._memory]
         self.keys, self.values = (states[:, :, 1 - self.sliding_window :] for states in seen)
+        self._taken = self.keys, self.values
         return seen[0], seen[1]
 
     def update(
@@ -84,14 +94,13 @@ class AppendingWindow(DynamicSlidingWindowLayer):
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return found
         batch, heads, _, columns = key_states.shape
-        room = self.room((batch, heads, columns), key_states.dtype)
-        if room is None:
+        if self._memory is None or self.room((batch, heads, columns), key_states.dtype) is None:
             kept, states = self.keys.shape[-2], (self.keys, self.values)
             key_memory, value_memory = (grown(each, kept, kept + SPARE) for each in states)
             self._memory, self._end = (key_memory, value_memory), kept
-            room = key_memory[:, :, kept], value_memory[:, :, kept]
-        room[0].copy_(key_states[:, :, 0])
-        room[1].copy_(value_states[:, :, 0])
+        key_memory, value_memory = self._memory
+        key_memory[:, :, self._end] = key_states[:, :, 0]
+        value_memory[:, :, self._end] = value_states[:, :, 0]
         return self.take()
 
     def _takes(self, keys: Tensor, values: Tensor) -> bool:
@@ -103,20 +112,41 @@ class AppendingWindow(DynamicSlidingWindowLayer):
 
 
 def _room(
-    keys: Tensor, values: Tensor, both: tuple[Tensor, Tensor], size: tuple[int, int, int, int]
-) -> tuple[Tensor, Tensor] | None:
-    """The token behind the first `end` ones of memory for keys and for values, where that is what ends there; size:
-    batch, heads, columns of a head, end."""
+    states: Both,
+    both: Both,
+    taken: tuple[Tensor | None, Tensor | None],
+    size: tuple[int, int, int, int],
+) -> tuple[Place, Place] | None:
+    """Where the token behind the first `end` ones goes in memory for keys and for values, if states are what ends
+    there, as those are that were taken last; size: batch, heads, columns of a head, end."""
     batch, heads, columns, end = size
-    used = keys.shape[-2]
-    for states, memory in zip((keys, values), both, strict=True):
-        first = memory.data_ptr() + (end - used) * memory.stride(2) * memory.element_size() if memory.dim() == 4 else 0
-        follows = states.data_ptr() == first and states.stride() == memory.stride()
-        fits = states.shape == (batch, heads, used, columns) and end < memory.shape[-2]
-        if not follows or not fits or memory.shape[:2] != (batch, heads) or not _is_writable(memory):
-            return None
+    known = states[0] is taken[0] and states[1] is taken[1]
+    if not known and not _end_there(states, both, size):
+        return None
     key_memory, value_memory = both
-    return key_memory.select(2, end), value_memory.select(2, end)
+    sequences, groups, capacity, width = key_memory.shape
+    if (sequences, groups, width) != (batch, heads, columns) or end >= capacity:
+        return None
+    if value_memory.shape != key_memory.shape or not (_is_writable(key_memory) and _is_writable(value_memory)):
+        return None
+    return _place(key_memory, end), _place(value_memory, end)
+
+
+def _end_there(states: Both, both: Both, size: tuple[int, int, int, int]) -> bool:
+    """Whether states are the tokens of memory in front of the one at `end`; size as of `_room`."""
+    batch, heads, columns, end = size
+    for each, memory in zip(states, both, strict=True):
+        if memory.dim() != 4 or each.stride() != memory.stride() or each.shape[:2] != (batch, heads):
+            return False
+        first = memory.data_ptr() + (end - each.shape[-2]) * memory.stride(2) * memory.element_size()
+        if each.data_ptr() != first or each.shape[3] != columns or each.shape != states[0].shape:
+            return False
+    return True
+
+
+def _place(memory: Tensor, token: int) -> Place:
+    sequence, head, row, _ = memory.stride()
+    return memory.data_ptr() + token * row * memory.element_size(), sequence, head
 
 
 def grown(states: Tensor, used: int, capacity: int) -> Tensor:

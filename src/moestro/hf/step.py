@@ -3,7 +3,7 @@ go into the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moestro.formats import PackedTensor
 from moestro.hf import norms
 from moestro.hf.attention import FUSED, STEPS, added_rows, attend, attend_steps, is_one_row
-from moestro.hf.cache import AppendingLayer, AppendingWindow
+from moestro.hf.cache import AppendingLayer, AppendingWindow, Place
 from moestro.hf.dense import Projection, StoredProjection
 from moestro.hf.pending import Call, Later
 from moestro.hf.stand_in import KEPT, Kept, is_untouched, plain_values
@@ -29,7 +29,7 @@ NORMS = ("q_norm", "k_norm")
 FUNCTIONS = {STEPS: attend_steps, FUSED: attend}
 """Attention as a configuration names it, where a step can be made of it."""
 
-_NOWHERE = 0, 0, 0
+_NOWHERE: Place = 0, 0, 0
 
 Position = tuple[Tensor, Tensor]
 """Cosines and sines of the angles of tokens' positions, [1 or B, 1, angles] each."""
@@ -58,10 +58,12 @@ class Steps(Kept):
         by_call: by (batch, dtype, angles, how PyTorch is set) the state it was found in, and a `Step` or the reason why
             there is none.
         last: what was found for the last call.
+        known: of a layer, what holds as long as nothing in it changes.
         followed: of a layer, whether another one was given what it returned, as it was.
     """
 
     followed = False
+    known: Any = None
 
     def __init__(self) -> None:
         self.by_call: dict[tuple[Any, ...], tuple[State, Step | str]] = {}
@@ -101,13 +103,12 @@ class Step:
             return None
         if not _can_read_mask(mask, batch, layer.keys.shape[2] + 1, x.dtype):
             return None
-        key, value = layer.take()
-        rooms = [(row.data_ptr(), row.stride(0), row.stride(1)) for row in room]
-        made, project = self._projects(x, position, rooms)
-        attends = self._attends(x, made, (key, value), mask)
-        return Later((project, *attends.calls), attends.results, (x, made, position, room, attends.held))
+        seen = layer.take()
+        made, project = self._projects(x, position, room)
+        attends = self._attends(x, made, seen, mask)
+        return Later((project, *attends.calls), attends.results, (x, made, position, attends.held))
 
-    def _projects(self, x: Tensor, position: Position, rooms: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Call]:
+    def _projects(self, x: Tensor, position: Position, rooms: tuple[Place, Place]) -> tuple[Tensor, Call]:
         """Memory for queries, new keys and new values, and the call that writes them there and to rooms in a cache."""
         (heads, groups, columns, _), batch = self.sizes, x.shape[0]
         made = torch.empty_strided((batch * (heads + 2 * groups) * columns,), (1,), dtype=x.dtype, device=x.device)

@@ -1,0 +1,141 @@
+"""Modules that are looked at again: any change that decides about their calls is seen, and steps follow it."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from hf.test_expert_steps import follows, model_of
+from hf.test_steps import logits_of_steps
+from moestro.hf import attention_steps
+from moestro.hf.snapshot import Snapshot
+from moestro.ops import native
+from moestro.ops.projection import measured
+
+
+class Part(nn.Module):
+    """With a parameter of one element, a buffer, a number and a tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.zeros(3))
+        self.factor, self.beside = 2.0, torch.ones(2)
+
+    def forward(self, x):
+        return self.factor * self.scale * x + self.shift
+
+
+def whole():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(Part(), nn.Linear(4, 4, bias=False)))
+
+
+def put_forward_into_instance(module):
+    module[1][0].forward = types.MethodType(lambda self, x: x, module[1][0])
+
+
+def change_class(module):
+    module[1][0].__class__ = type("Other", (Part,), {})
+
+
+def square_in_place(module):
+    module[0].weight.data = module[0].weight.data.t()
+
+
+CHANGES = {
+    "number": lambda m: setattr(m[1][0], "factor", 3.0),
+    "new number": lambda m: setattr(m[0], "eps", 1e-6),
+    "no number": lambda m: delattr(m[1][0], "factor"),
+    "mode": lambda m: m.eval(),
+    "tensor beside": lambda m: setattr(m[1][0], "beside", torch.ones(2)),
+    "tensor of one element beside": lambda m: setattr(m[1][0], "beside", torch.full((1,), 7.0)),
+    "equal parameter": lambda m: setattr(m[1][0], "scale", nn.Parameter(torch.ones(1))),
+    "parameter": lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(4, 4))),
+    "no parameter": lambda m: setattr(m[0], "bias", None),
+    "another parameter": lambda m: m[1][1].register_parameter("more", nn.Parameter(torch.ones(2))),
+    "buffer": lambda m: setattr(m[1][0], "shift", torch.zeros(3)),
+    "memory": lambda m: setattr(m[0].weight, "data", m[0].weight.data.clone()),
+    "strides": square_in_place,
+    "dtype": lambda m: m[1].to(torch.float64),
+    "module": lambda m: setattr(m[1], "1", nn.Linear(4, 4, bias=False)),
+    "another module": lambda m: m.append(nn.Identity()),
+    "class": change_class,
+    "forward": put_forward_into_instance,
+    "hook": lambda m: m[1][1].register_forward_hook(lambda *_: None),
+    "hook before": lambda m: m.register_forward_pre_hook(lambda *_: None),
+    "other": lambda m: m.other.resize_(3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change):
+    module, other = whole(), torch.ones(6)
+    object.__setattr__(module, "other", other)
+    snapshot = Snapshot(module, (other,))
+    assert snapshot.is_current()
+    CHANGES[change](module)
+    assert not snapshot.is_current()
+
+
+def test_what_a_class_does_is_seen(monkeypatch):
+    module = whole()
+    snapshot = Snapshot(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "forward", lambda self, x: x)
+        assert not snapshot.is_current()
+        assert Snapshot(module).is_current()
+    assert snapshot.is_current()
+    monkeypatch.setattr(Part, "_call_impl", lambda self, x: x, raising=False)
+    assert not snapshot.is_current()
+    assert not Snapshot(module).is_current()  # whose call is more than its forward
+
+
+def test_numbers_may_change_and_hooks_may_go():
+    module = whole()
+    snapshot = Snapshot(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1.0)
+    module.load_state_dict(whole().state_dict())
+    hook = module[0].register_forward_hook(lambda *_: None)
+    assert not snapshot.is_current()
+    assert not Snapshot(module).is_current()
+    hook.remove()
+    assert snapshot.is_current()
+
+
+@pytest.fixture
+def engine_for_few_rows(monkeypatch):
+    """Whatever is faster on this machine."""
+    if native.missing() is not None:
+        pytest.skip("there is no engine")
+    monkeypatch.setattr(measured, "most_rows", lambda *_: 256)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
+def test_layers_are_looked_through_once(architecture, engine_for_few_rows, monkeypatch):
+    model, looked, own = model_of(architecture), [], attention_steps.step_for
+    monkeypatch.setattr(attention_steps, "step_for", lambda *given: looked.append(1) or own(*given))
+    wanted = logits_of_steps(model)
+    assert len(looked) == len(model.model.layers)
+    assert torch.equal(logits_of_steps(model), wanted)
+    assert len(looked) == len(model.model.layers)
+    assert follows(model, monkeypatch)
+
+
+def test_layers_are_looked_through_once_for_each_kind_of_call(engine_for_few_rows, monkeypatch):
+    model, looked, own = model_of("qwen3_moe"), [], attention_steps.step_for
+    monkeypatch.setattr(attention_steps, "step_for", lambda *given: looked.append(1) or own(*given))
+    had, counts = torch.get_num_threads(), []
+    try:
+        for batch, threads in ((1, 1), (3, 1), (3, 2), (1, 1), (3, 2)):
+            torch.set_num_threads(threads)
+            logits_of_steps(model, batch)
+            counts.append(len(looked))
+    finally:
+        torch.set_num_threads(had)
+    layers = len(model.model.layers)
+    assert counts == [layers, 2 * layers, 3 * layers, 3 * layers, 3 * layers]
