@@ -55,7 +55,7 @@ def blocks_by_modules(monkeypatch):
     """The modules of blocks are called."""
     with monkeypatch.context() as patch:
         patch.setattr(attention_steps, "expert_step_for", lambda *_: None)
-        patch.setattr(attention_steps.Known, "holds", lambda *_: False)
+        patch.setattr(attention_steps.LayerSteps, "is_current", lambda *_: False)
         yield
 
 

@@ -142,8 +142,8 @@ def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: A
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """What was found of a layer, as it was then, whose attention and experts both have their steps.
+class LayerSteps:
+    """The steps of a layer, as it was when they were found: of its attention and of the experts behind it.
 
     Attributes:
         by_call: by (batch, dtype, angles, how PyTorch and moestro are set).
@@ -153,8 +153,8 @@ class Known:
     weights: ExpertWeights
     by_call: dict[tuple[Any, ...], tuple[Step, ExpertStep]] = field(default_factory=dict)
 
-    def holds(self, layer: Any) -> bool:
-        """Whether looking again would find the same."""
+    def is_current(self, layer: Any) -> bool:
+        """Whether the layer is as it was, and its experts may be computed with their router."""
         if not is_unwatched(EXPERT_MLP) or not self.snapshot.is_current():
             return False
         stored = stored_weights(layer._modules["mlp"]._modules[EXPERTS])  # which also says what is read next
@@ -166,11 +166,11 @@ def _found(layer: Any, forward: Any, given: tuple[Tensor, Position]) -> tuple[St
     (x, (cos, _)), module, steps = given, layer._modules["self_attn"], layer.__dict__.get(KEPT)
     asked = attention_of(module), settings.current(), measures(), torch.are_deterministic_algorithms_enabled()
     how = x.shape[0], x.dtype, cos.shape[2], torch.get_num_threads(), asked
-    known: Known | None = steps.known if type(steps) is Steps else None
-    if known is not None and not known.holds(layer):
-        known = None
-    if known is not None and how in known.by_call:
-        found = known.by_call[how]
+    kept: LayerSteps | None = steps.of_layer if type(steps) is Steps else None
+    if kept is not None and not kept.is_current(layer):
+        kept = None
+    if kept is not None and how in kept.by_call:
+        found = kept.by_call[how]
         layer.__dict__[KEPT].last = found[0]
         return found
     if not is_untouched(module):
@@ -182,16 +182,16 @@ def _found(layer: Any, forward: Any, given: tuple[Tensor, Position]) -> tuple[St
     experts = expert_step_for(layer._modules["mlp"], x)
     if experts is None:
         return step, None
-    known = layer.__dict__[KEPT].known = known or _known(layer, module, experts.weights)
-    known.by_call[how] = step, experts
+    kept = layer.__dict__[KEPT].of_layer = kept or _of_layer(layer, module, experts.weights)
+    kept.by_call[how] = step, experts
     return step, experts
 
 
-def _known(layer: Any, module: Any, weights: ExpertWeights) -> Known:
-    """A layer of which nothing is known but how it is now."""
+def _of_layer(layer: Any, module: Any, weights: ExpertWeights) -> LayerSteps:
+    """Of a layer as it is now; none is kept yet."""
     stored = (module._modules[name].stored for name in LINEARS)
     tensors = (each.tensors for each in (*stored, weights.parts) if each is not None)
-    return Known(Snapshot(layer, chain.from_iterable(tensors)), weights)
+    return LayerSteps(Snapshot(layer, chain.from_iterable(tensors)), weights)
 
 
 def _after(

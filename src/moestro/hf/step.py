@@ -58,12 +58,12 @@ class Steps(Kept):
         by_call: by (batch, dtype, angles, how PyTorch is set) the state it was found in, and a `Step` or the reason why
             there is none.
         last: what was found for the last call.
-        known: of a layer, what holds as long as nothing in it changes.
+        of_layer: of a layer, the steps that hold as long as nothing in it changes.
         followed: of a layer, whether another one was given what it returned, as it was.
     """
 
     followed = False
-    known: Any = None
+    of_layer: Any = None
 
     def __init__(self) -> None:
         self.by_call: dict[tuple[Any, ...], tuple[State, Step | str]] = {}
