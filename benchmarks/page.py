@@ -13,6 +13,7 @@ from moestro.bench.report import (
     measured,
     reasons,
     roof_lines,
+    round_trips,
     shows_errors,
     title,
     verdict,
@@ -51,7 +52,8 @@ _LEGEND = (
     "where i8 stands: the variant multiplies int8 numbers. An error is the relative L2 error of the output against the",
     "layer before anything was quantised. Ratios say how many times longer than moestro's first variant of the table",
     "another takes (above 1: moestro is faster; a plain read takes longer only where memory was slower for it): the",
-    "median of the rounds, and in brackets their lower and upper quartile.",
+    "median of the rounds, and in brackets their lower and upper quartile. Below a table: how long a cache line took",
+    "from one thread to another and back, which says whether they shared a cache while they were timed.",
 )
 
 
@@ -74,7 +76,7 @@ def _layer_markdown(rows: list[Row]) -> list[str]:
         lines = _long_markdown(rows)
     else:
         lines = _wide_markdown(rows)
-    footnotes = [f"- {reason}" for reason in reasons(rows)]
+    footnotes = [f"- {text}" for text in (*reasons(rows), *round_trips(rows))]
     return [*lines, "", *footnotes] if footnotes else lines
 
 

@@ -1,4 +1,4 @@
-// Python's way to the measured peaks: of the processor's registers, and of its memory.
+// Python's way to what is measured of the machine: the peaks of registers and of memory, and how far threads are apart.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -13,6 +13,7 @@
 #include "bindings_peaks.h"
 #include "peaks.h"
 #include "plain_reads.h"
+#include "round_trip.h"
 
 namespace nb = nanobind;
 
@@ -54,11 +55,20 @@ uint64_t read(const std::vector<std::pair<uintptr_t, int64_t>>& pieces, int num_
     return plain_read(found, num_threads);
 }
 
+// As `round_trip`, in seconds.
+double trip(int num_threads, double seconds) {
+    check_threads(num_threads);
+    if (!(seconds >= 0 && seconds < 3600)) throw std::invalid_argument("seconds out of range");
+    nb::gil_scoped_release release;
+    return round_trip(num_threads, seconds);
+}
+
 }  // namespace
 
 void bind_peaks(nb::module_& m) {
     m.def("peaks", &peaks);
     m.def("plain_read", &read);
+    m.def("round_trip", &trip);
 }
 
 }  // namespace moestro

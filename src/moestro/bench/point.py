@@ -166,11 +166,18 @@ def run_point(point: Point, prepared: dict[str, Bind | str], seconds: float) -> 
     place = point.place
     verdicts = {v.name: point.judge(v, prepared[v.name]) for v in place.variants}
     right = {name: bind for name, bind in prepared.items() if verdicts[name][0] == "ok" and not isinstance(bind, str)}
+    trips = [_round_trip(point.layer)]
     times, failed = _timed(point, right, seconds)
+    trips.append(_round_trip(point.layer))
     for name, reason in failed.items():
         check_device(point.layer.device, name, reason)
         verdicts[name] = ("skipped", reason)
-    return [point.row(variant, *verdicts[variant.name], times) for variant in place.variants]
+    rows = [point.row(variant, *verdicts[variant.name], times) for variant in place.variants]
+    return [replace(row, round_trips=tuple(trip for trip in trips if trip is not None)) for row in rows]
+
+
+def _round_trip(layer: Layer) -> float | None:
+    return machine.round_trip() if layer.device.type == "cpu" else None
 
 
 def _timed(point: Point, bound: dict[str, Bind], seconds: float) -> tuple[dict[str, list[float]], dict[str, str]]:

@@ -131,6 +131,7 @@ class Row:
         ratio: how many times longer than moestro's first variant, median over rounds; None for that variant itself.
         ratio_low, ratio_high: lower and upper quartile over rounds.
         ratios: the same median against each of moestro's variants at the point, by name.
+        round_trips: seconds of `machine.round_trip` before the point and after it, on a CPU with several threads.
     """
 
     layer: str
@@ -163,6 +164,7 @@ class Row:
     ratio_low: float | None = None
     ratio_high: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
+    round_trips: tuple[float, ...] = ()
 
     @property
     def point(self) -> tuple[str, str, int, int]:

@@ -53,6 +53,13 @@ def reasons(rows: list[Row]) -> list[str]:
     return [f"T={', '.join(tokens)}: {reason}" for reason, tokens in found.items()]
 
 
+def round_trips(rows: list[Row]) -> list[str]:
+    """How long a cache line took between threads at each number of tokens, in a line; none where none was measured."""
+    found = {row.num_tokens: row.round_trips for row in rows if row.round_trips}
+    each = [f"T={tokens} {' and '.join(f'{trip * 1e9:.0f}' for trip in trips)}" for tokens, trips in found.items()]
+    return [f"a cache line from thread to thread and back, before and after, ns: {', '.join(each)}"] if each else []
+
+
 COLUMNS = {
     "us": ("microseconds", ",.0f"),
     "GB/s": ("gigabytes_per_second", ".1f"),
@@ -73,7 +80,9 @@ def tables(report: Report) -> list[Table]:
     found = []
     for (layer, dtype, _), rows in by_layer(report.rows):
         table = Table(title=title(rows[0]), title_justify="left", caption_justify="left", padding=0)
-        table.caption = "\n".join([*report.notes.get(f"{layer} {dtype}", []), *reasons(rows)]) or None
+        table.caption = (
+            "\n".join([*report.notes.get(f"{layer} {dtype}", []), *reasons(rows), *round_trips(rows)]) or None
+        )
         errors = ("error",) if shows_errors(rows) else ()
         for name in ("T", "variant", *COLUMNS, *errors):
             table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
