@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hf.test_expert_steps import follows, model_of
 from hf.test_steps import logits_of_steps
 from moestro.hf import attention_steps
 from moestro.hf.snapshot import Snapshot
+from moestro.hf.stand_in import KEPT
+from moestro.hf.step import Steps
 from moestro.ops import native
 from moestro.ops.projection import measured
 
@@ -75,9 +79,9 @@ def test_a_change_is_seen(change):
     module, other = whole(), torch.ones(6)
     object.__setattr__(module, "other", other)
     snapshot = Snapshot(module, (other,))
-    assert snapshot.is_current()
+    assert snapshot.is_current(module)
     CHANGES[change](module)
-    assert not snapshot.is_current()
+    assert not snapshot.is_current(module)
 
 
 def test_what_a_class_does_is_seen(monkeypatch):
@@ -85,12 +89,12 @@ def test_what_a_class_does_is_seen(monkeypatch):
     snapshot = Snapshot(module)
     with monkeypatch.context() as patch:
         patch.setattr(Part, "forward", lambda self, x: x)
-        assert not snapshot.is_current()
-        assert Snapshot(module).is_current()
-    assert snapshot.is_current()
+        assert not snapshot.is_current(module)
+        assert Snapshot(module).is_current(module)
+    assert snapshot.is_current(module)
     monkeypatch.setattr(Part, "_call_impl", lambda self, x: x, raising=False)
-    assert not snapshot.is_current()
-    assert not Snapshot(module).is_current()  # whose call is more than its forward
+    assert not snapshot.is_current(module)
+    assert not Snapshot(module).is_current(module)  # whose call is more than its forward
 
 
 def test_numbers_may_change_and_hooks_may_go():
@@ -101,10 +105,24 @@ def test_numbers_may_change_and_hooks_may_go():
             parameter.add_(1.0)
     module.load_state_dict(whole().state_dict())
     hook = module[0].register_forward_hook(lambda *_: None)
-    assert not snapshot.is_current()
-    assert not Snapshot(module).is_current()
+    assert not snapshot.is_current(module)
+    assert not Snapshot(module).is_current(module)
     hook.remove()
-    assert snapshot.is_current()
+    assert snapshot.is_current(module)
+
+
+def test_a_module_that_keeps_its_snapshot_goes():
+    module, steps = whole(), Steps()
+    module.__dict__[KEPT], steps.of_layer = steps, Snapshot(module)
+    gone = weakref.ref(module)
+    assert steps.of_layer.is_current(module)
+    del steps
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

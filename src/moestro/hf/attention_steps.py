@@ -155,7 +155,7 @@ class LayerSteps:
 
     def is_current(self, layer: Any) -> bool:
         """Whether the layer is as it was, and its experts may be computed with their router."""
-        if not is_unwatched(EXPERT_MLP) or not self.snapshot.is_current():
+        if not is_unwatched(EXPERT_MLP) or not self.snapshot.is_current(layer):
             return False
         stored = stored_weights(layer._modules["mlp"]._modules[EXPERTS])  # which also says what is read next
         return stored is None or stored is self.weights
