@@ -53,7 +53,8 @@ _LEGEND = (
     "layer before anything was quantised. Ratios say how many times longer than moestro's first variant of the table",
     "another takes (above 1: moestro is faster; a plain read takes longer only where memory was slower for it): the",
     "median of the rounds, and in brackets their lower and upper quartile. Below a table: how long a cache line took",
-    "from one thread to another and back, which says whether they shared a cache while they were timed.",
+    "from one thread to another and back before a point and after it: more where they share no cache, and microseconds",
+    "where they share a core.",
 )
 
 

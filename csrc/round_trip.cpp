@@ -16,8 +16,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kTrips = 50;  // of a run
 constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();
 constexpr int kSpins = 10000;    // before a thread lets others have its core
-constexpr double kApart = 1e-6;  // of two threads that each have one, less than this
-constexpr int kPatience = 20;    // times as long they are given to come apart
+constexpr double kApart = 1e-6;  // seconds; a longer trip is taken for that of two threads on one core
+constexpr int kPatience = 20;    // times as long is waited for such two to get a core each
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -27,9 +27,10 @@ struct alignas(128) Line {
 
     void put(int64_t n) { count.store(n, std::memory_order_release); }
     int64_t wait_for(int64_t least) const {
-        for (int spins = 0;; ++spins) {
+        for (int spins = 0;;) {
             if (const int64_t found = count.load(std::memory_order_acquire); found >= least) return found;
-            if (spins > kSpins) std::this_thread::yield();
+            if (spins < kSpins) ++spins;
+            else std::this_thread::yield();
         }
     }
 };

@@ -103,7 +103,8 @@ def round_trip() -> float | None:
     """Seconds that a cache line takes from one of PyTorch's threads to another and back, now; the longest of them.
 
     Where a host moves the processors of a virtual machine, it says whether they share a cache: rates of memory and
-    times of layers differ by it. Measured for 10 ms. None without the native engine, and for one thread.
+    times of layers differ by it. Measured for 10 ms, for up to 0.2 s where it is over a microsecond, as between threads
+    that share a core. None without the native engine, and for one thread.
     """
     try:
         native: Any = importlib.import_module("moestro._native")

@@ -29,8 +29,8 @@ def threads():
 def test_a_line_goes_to_another_thread_and_back() -> None:
     trip = native.engine().round_trip
     assert trip(1, 0.01) == 0.0
-    assert 1e-9 < trip(2, 0.01) < 0.1
-    assert 1e-9 < trip(5, 0.0) < 10.0  # of more threads than a machine may have cores
+    assert trip(2, 0.01) > 0.0
+    assert trip(5, 0.0) > 0.0  # of more threads than a machine may have cores
 
 
 @needs_engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,40 @@ def test_a_window_moves_through_memory():
         assert tuple(apart) == states_now.stride()[:2]
     ours.keys = ours.keys.clone()
     assert ours.room((1, 2, 4), torch.float32) is None
+
+
+def with_room():
+    layer = AppendingLayer()
+    for seed, length in enumerate((5, 1)):
+        keys = states(1, length, seed)[0]
+        layer.update(keys, keys + 1)
+    assert layer.room(*ASKED) is not None
+    layer.take()
+    return layer
+
+
+ASKED = (1, 2, 4), torch.float32
+
+
+def test_states_that_lie_elsewhere_have_no_room():
+    layer = with_room()
+    assert layer.room(*ASKED) is not None
+    layer.keys.data = layer.keys.clone()
+    assert layer.room(*ASKED) is None
+    layer = pickle.loads(pickle.dumps(with_room()))
+    keys, length = layer.keys.mul_(2).clone(), layer.keys.shape[-2]
+    assert layer.room(*ASKED) is None
+    layer.update(*[states(1, 1, 9)[0]] * 2)
+    torch.testing.assert_close(layer.keys[..., :length, :], keys, rtol=0, atol=0)
+
+
+def test_memories_of_several_lengths_have_room():
+    layer = with_room()
+    layer.keys = layer.keys.clone()
+    assert layer.room(*ASKED) is None
+    layer.update(*[states(1, 1, 9)[0]] * 2)
+    assert len({memory.shape[-2] for memory in layer._memory}) == 2
+    assert layer.room(*ASKED) is not None
 
 
 def test_a_token_is_written_behind_those_before_it():

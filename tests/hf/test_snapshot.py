@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import types
 import weakref
@@ -27,7 +28,7 @@ class Part(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("shift", torch.zeros(3))
-        self.factor, self.beside = 2.0, torch.ones(2)
+        self.factor, self.beside, self.one, self.odd = 2.0, torch.ones(2), torch.ones(1), Odd()
 
     def forward(self, x):
         return self.factor * self.scale * x + self.shift
@@ -49,7 +50,35 @@ def square_in_place(module):
     module[0].weight.data = module[0].weight.data.t()
 
 
+def swap_names(module):
+    first, second = module[0], module[1]
+    del module[0], module[0]
+    module.add_module("1", first)
+    module.add_module("0", second)
+
+
+def replace_state(module):
+    module[1][0].__dict__ = dict(module[1][0].__dict__, factor=3.0)
+
+
+class Odd:
+    """What cannot be compared."""
+
+    def __eq__(self, other):
+        return other.x
+
+    __hash__ = None
+
+
 CHANGES = {
+    "names": swap_names,
+    "state": replace_state,
+    "dict of parameters": lambda m: setattr(m[0], "_parameters", dict(m[0]._parameters)),
+    "dict of hooks": lambda m: setattr(m[0], "_forward_hooks", dict(m[0]._forward_hooks)),
+    "part of a leaf": lambda m: m[0].add_module("more", nn.Identity()),
+    "odd": lambda m: setattr(m[1][0], "odd", Odd()),
+    "number that is a tensor": lambda m: setattr(m[1][0], "factor", torch.tensor(2.0)),
+    "equal tensor beside": lambda m: setattr(m[1][0], "one", torch.ones(1)),
     "number": lambda m: setattr(m[1][0], "factor", 3.0),
     "new number": lambda m: setattr(m[0], "eps", 1e-6),
     "no number": lambda m: delattr(m[1][0], "factor"),
@@ -104,6 +133,8 @@ def test_numbers_may_change_and_hooks_may_go():
         for parameter in module.parameters():
             parameter.add_(1.0)
     module.load_state_dict(whole().state_dict())
+    module[1][0].factor = float("2.0")
+    assert snapshot.is_current(module)
     hook = module[0].register_forward_hook(lambda *_: None)
     assert not snapshot.is_current(module)
     assert not Snapshot(module).is_current(module)
@@ -157,3 +188,57 @@ def test_layers_are_looked_through_once_for_each_kind_of_call(engine_for_few_row
         torch.set_num_threads(had)
     layers = len(model.model.layers)
     assert counts == [layers, 2 * layers, 3 * layers, 3 * layers, 3 * layers]
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm"])
+def test_a_shallow_copy_is_looked_at_by_itself(part, engine_for_few_rows, monkeypatch):
+    """It shares what the layer keeps of its steps."""
+    model = model_of("qwen3_moe")
+    before, layers = logits_of_steps(model), model.model.layers
+    new = copy.copy(layers[0])
+    new._modules = dict(layers[0]._modules)
+    other = copy.deepcopy(getattr(layers[1], part))
+    for parameter in other.parameters():
+        parameter.data.mul_(-0.5)
+    new._modules[part] = other
+    layers[0] = new
+    assert follows(model, monkeypatch)
+    assert not torch.equal(logits_of_steps(model), before)
+
+
+def test_norms_that_change_places_are_followed(engine_for_few_rows, monkeypatch):
+    model = model_of("qwen3_moe")
+    layer = model.model.layers[0]
+    layer.input_layernorm.weight.data.mul_(1.7)
+    before = logits_of_steps(model)
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    del layer.input_layernorm, layer.post_attention_layernorm
+    layer.post_attention_layernorm, layer.input_layernorm = first, second
+    found = logits_of_steps(model)
+    assert not torch.equal(found, before)
+    monkeypatch.setattr(attention_steps.LayerSteps, "is_current", lambda *_: False)
+    assert torch.equal(logits_of_steps(model), found)
+
+
+def test_a_model_that_nobody_holds_goes(engine_for_few_rows):
+    model = model_of("qwen3_moe")
+    logits_of_steps(model)
+    last = model.model.layers[-1]
+    gone = [weakref.ref(each) for each in (last, last.mlp.experts, last.mlp.experts.down_proj, last.self_attn.q_proj)]
+    del model, last
+    gc.collect()
+    assert [each() for each in gone] == [None] * 4
+
+
+def test_what_was_replaced_goes_with_the_next_step(engine_for_few_rows):
+    model = model_of("qwen3_moe")
+    logits_of_steps(model)
+    module = model.model.layers[0].self_attn.q_proj
+    old = weakref.ref(module.stored.data)
+    module.stored = type(module.stored)(
+        format=module.stored.format,
+        **{name: getattr(module.stored, name).clone() for name in module.stored.format.names},
+    )
+    logits_of_steps(model)
+    gc.collect()
+    assert old() is None

@@ -49,7 +49,7 @@ class _Last(threading.local):
     """What the last layer of a thread returned, and what is kept of that layer."""
 
     returned: weakref.ref[Tensor] | None = None
-    steps: Steps | None = None
+    steps: weakref.ref[Steps] | None = None
 
 
 _LAST = _Last()
@@ -135,6 +135,8 @@ def _passed(layer: Any, forward: Any, x: Any = None, *arguments: Any, **named: A
     if x is None:
         return None
     given = None if arguments else _given(module, plain, named)
+    if isinstance(plain, Tensor) and not plain.is_cpu and type(layer.__dict__.get(KEPT)) is Steps:
+        layer.__dict__[KEPT].of_layer = None  # which keeps what was moved from here
     found = None if given is None else _found(layer, forward, given)
     if given is None or found is None:
         return forward(layer, settled(x) if type(x) is Pending else x, *arguments, **named)
@@ -167,12 +169,12 @@ def _found(layer: Any, forward: Any, given: tuple[Tensor, Position]) -> tuple[St
     asked = attention_of(module), settings.current(), measures(), torch.are_deterministic_algorithms_enabled()
     how = x.shape[0], x.dtype, cos.shape[2], torch.get_num_threads(), asked
     kept: LayerSteps | None = steps.of_layer if type(steps) is Steps else None
-    if kept is not None and not kept.is_current(layer):
-        kept = None
     if kept is not None and how in kept.by_call:
-        found = kept.by_call[how]
-        layer.__dict__[KEPT].last = found[0]
-        return found
+        if kept.is_current(layer):
+            found = kept.by_call[how]
+            layer.__dict__[KEPT].last = found[0]
+            return found
+        kept = layer.__dict__[KEPT].of_layer = None  # which keeps what was replaced
     if not is_untouched(module):
         return None
     around = tuple(layer._modules[name] for name in _AROUND)
@@ -182,7 +184,8 @@ def _found(layer: Any, forward: Any, given: tuple[Tensor, Position]) -> tuple[St
     experts = expert_step_for(layer._modules["mlp"], x)
     if experts is None:
         return step, None
-    kept = layer.__dict__[KEPT].of_layer = kept or _of_layer(layer, module, experts.weights)
+    if kept is None or not kept.is_current(layer):
+        kept = layer.__dict__[KEPT].of_layer = _of_layer(layer, module, experts.weights)
     kept.by_call[how] = step, experts
     return step, experts
 
@@ -203,8 +206,9 @@ def _after(
 ) -> Tensor:
     """What a layer's step gives: at once, or where a layer is known to follow, as soon as somebody looks."""
     seen, module, steps = (named["attention_mask"], named["past_key_values"]), layer.self_attn, layer.__dict__[KEPT]
-    if _LAST.steps is not None and _LAST.returned is not None and _LAST.returned() is x:
-        _LAST.steps.followed = True
+    before = None if _LAST.steps is None or _LAST.returned is None or _LAST.returned() is not x else _LAST.steps()
+    if before is not None:
+        before.followed = True
     step, experts = found
     attended = None if experts is None else step.later(module, *given, *seen)
     chain = x.chain if type(x) is Pending else Chain()
@@ -224,7 +228,7 @@ def _after(
             total = Pending.of(total, chain)
         else:
             chain.run()
-    _LAST.returned, _LAST.steps = weakref.ref(total), steps
+    _LAST.returned, _LAST.steps = weakref.ref(total), weakref.ref(steps)
     return total
 
 

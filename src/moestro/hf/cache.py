@@ -117,31 +117,27 @@ def _room(
     taken: tuple[Tensor | None, Tensor | None],
     size: tuple[int, int, int, int],
 ) -> tuple[Place, Place] | None:
-    """Where the token behind the first `end` ones goes in memory for keys and for values, if states are what ends
-    there, as those are that were taken last; size: batch, heads, columns of a head, end."""
-    batch, heads, columns, end = size
-    known = states[0] is taken[0] and states[1] is taken[1]
-    if not known and not _end_there(states, both, size):
-        return None
-    key_memory, value_memory = both
-    sequences, groups, capacity, width = key_memory.shape
-    if (sequences, groups, width) != (batch, heads, columns) or end >= capacity:
-        return None
-    if value_memory.shape != key_memory.shape or not (_is_writable(key_memory) and _is_writable(value_memory)):
-        return None
-    return _place(key_memory, end), _place(value_memory, end)
+    """Where the token at `end` goes in memory for keys and for values, if states are the tokens in front of it there.
 
-
-def _end_there(states: Both, both: Both, size: tuple[int, int, int, int]) -> bool:
-    """Whether states are the tokens of memory in front of the one at `end`; size as of `_room`."""
+    Those that were taken last are, unless they lie elsewhere now. size: batch, heads, columns of a head, end.
+    """
     batch, heads, columns, end = size
-    for each, memory in zip(states, both, strict=True):
-        if memory.dim() != 4 or each.stride() != memory.stride() or each.shape[:2] != (batch, heads):
-            return False
+    for each, last, memory in zip(states, taken, both, strict=True):
+        if memory.dim() != 4 or (each is not last and not _is_part(each, memory, states[0])):
+            return None
+        sequences, groups, capacity, width = memory.shape
+        if (sequences, groups, width) != (batch, heads, columns) or end >= capacity or not _is_writable(memory):
+            return None
         first = memory.data_ptr() + (end - each.shape[-2]) * memory.stride(2) * memory.element_size()
-        if each.data_ptr() != first or each.shape[3] != columns or each.shape != states[0].shape:
-            return False
-    return True
+        if each.data_ptr() != first:
+            return None
+    return _place(both[0], end), _place(both[1], end)
+
+
+def _is_part(states: Tensor, memory: Tensor, keys: Tensor) -> bool:
+    """Whether states have the form of some tokens of memory, as many as keys are."""
+    same = states.stride() == memory.stride() and states.shape == keys.shape
+    return same and states.shape[:2] == memory.shape[:2] and states.shape[3] == memory.shape[3]
 
 
 def _place(memory: Tensor, token: int) -> Place:

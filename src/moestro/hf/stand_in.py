@@ -16,7 +16,8 @@ from moestro.ops.tensors import is_intercepted
 KEPT = "_moestro_kept"
 """What a module remembers of its calls."""
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of what a module's forward may read of it, and that is compared by value."""
 
 Way = Callable[..., Any]
 """Given a module, its own forward and the arguments of a call; returns the result, or None where that is to run."""
@@ -65,7 +66,7 @@ def with_parts(module: nn.Module, **parts: Any) -> Any:
 
 def plain_values(module: nn.Module) -> tuple[Any, ...]:
     """The numbers, texts and switches of a module, which its forward may read."""
-    return tuple([value for value in module.__dict__.values() if type(value) in _PLAIN])
+    return tuple([value for value in module.__dict__.values() if type(value) in PLAIN])
 
 
 def is_untouched(module: nn.Module) -> bool:
