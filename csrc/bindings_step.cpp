@@ -198,9 +198,29 @@ void make_routing(Routing* self, int64_t isa, const Linear& logits, const Router
     new (self) Routing(checked_floats(isa), step);
 }
 
+// Whether dicts hold these items and no others, key and value in turn, each the same object; `...` stands for any.
+// Neither is touched: a list of them would count its references, and what is counted is fetched from memory first.
+bool items_are(const nb::list& dicts, const nb::list& items) {
+    const Py_ssize_t all = PyList_GET_SIZE(items.ptr());
+    Py_ssize_t at = 0;
+    const auto is_next = [&](PyObject* found) {
+        if (at == all) return false;
+        PyObject* const wanted = PyList_GET_ITEM(items.ptr(), at++);
+        return found == wanted || wanted == Py_Ellipsis;
+    };
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts.ptr()); ++i) {
+        PyObject *dict = PyList_GET_ITEM(dicts.ptr(), i), *key = nullptr, *value = nullptr;
+        if (!PyDict_Check(dict)) throw std::invalid_argument("dicts that are none");
+        for (Py_ssize_t place = 0; PyDict_Next(dict, &place, &key, &value);)
+            if (!is_next(key) || !is_next(value)) return false;
+    }
+    return at == all;
+}
+
 }  // namespace
 
 void bind_step(nb::module_& m) {
+    m.def("items_are", &items_are, "dicts"_a, "items"_a);
     nb::class_<Norm>(m, "Norm")
         .def("__init__", &make_norm, nb::kw_only(), "isa"_a, "weight"_a, "columns"_a, "epsilon"_a, "offset"_a,
              "rounds_twice"_a)

@@ -20,6 +20,8 @@ from moestro.hf.step import Steps
 from moestro.ops import native
 from moestro.ops.projection import measured
 
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is no engine")
+
 
 class Part(nn.Module):
     """With a parameter of one element, a buffer, a number and a tensor of its own."""
@@ -144,7 +146,8 @@ def test_numbers_may_change_and_hooks_may_go():
 
 def test_a_module_that_keeps_its_snapshot_goes():
     module, steps = whole(), Steps()
-    module.__dict__[KEPT], steps.of_layer = steps, Snapshot(module)
+    module.__dict__[KEPT] = steps
+    steps.of_layer = Snapshot(module)
     gone = weakref.ref(module)
     assert steps.of_layer.is_current(module)
     del steps
@@ -156,11 +159,20 @@ def test_a_module_that_keeps_its_snapshot_goes():
         gc.enable()
 
 
+def test_what_is_compared_is_the_same_object():
+    one, items_are = 1000.5, native.engine().items_are
+    assert items_are([{"a": one}, {}, {"b": None}], ["a", one, "b", None])
+    assert items_are([{"a": one}], ["a", ...])
+    for other in ([], ["a"], ["a", 1000.5 + one - one], ["b", one], ["a", one, "b"], [..., one, "a"]):
+        assert not items_are([{"a": one}], other)
+    assert not items_are([], ["a", one])
+    with pytest.raises(ValueError, match="dicts that are none"):
+        items_are([()], [])
+
+
 @pytest.fixture
 def engine_for_few_rows(monkeypatch):
     """Whatever is faster on this machine."""
-    if native.missing() is not None:
-        pytest.skip("there is no engine")
     monkeypatch.setattr(measured, "most_rows", lambda *_: 256)
 
 
