@@ -159,6 +159,15 @@ def test_a_module_that_keeps_its_snapshot_goes():
         gc.enable()
 
 
+def test_a_parameter_that_is_held_beside_too_is_followed():
+    module = whole()
+    module[1][0].__dict__["beside"] = module[0].weight
+    snapshot = Snapshot(module)
+    assert snapshot.is_current(module)
+    module[0].weight.data = module[0].weight.data.clone()
+    assert not snapshot.is_current(module)
+
+
 def test_what_is_compared_is_the_same_object():
     one, items_are = 1000.5, native.engine().items_are
     assert items_are([{"a": one}, {}, {"b": None}], ["a", one, "b", None])

@@ -1,4 +1,4 @@
-"""Modules as they were when somebody looked, in lists that are compared at once."""
+"""Modules as they were when somebody looked, to be compared at once with how they are."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Snapshot:
         self._classes = list({type(each) for each in modules} | {own_class(each) for each in modules})
         self._called_as_is = all(map(is_called_as_is, modules))
         self._items, self._kinds = _items(self._dicts_now(module)), self._kinds_now(module)
-        tensors = (each for each in self._items if isinstance(each, Tensor))
-        beside = {id(value) for state in states for value in state.values()}
-        self._tensors = [*(each for each in tensors if id(each) not in beside), *others]
+        own = chain.from_iterable(map(dict.values, self._owned))
+        self._tensors = [*(each for each in own if isinstance(each, Tensor)), *others]
         self._layout = layout_key(self._tensors)
 
     def is_current(self, module: nn.Module) -> bool:
